@@ -1,0 +1,1 @@
+"""What isolates a command. Engines receive directories to mount, never disks."""

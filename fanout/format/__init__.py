@@ -1,0 +1,1 @@
+"""The on-store format, pure: bytes to values and back. No I/O, clock, randomness or async."""

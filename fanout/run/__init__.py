@@ -1,0 +1,1 @@
+"""One exec from arrival to commit, and how many run at once."""
