@@ -289,7 +289,7 @@ class LocalStore(Store):
                             wanted = wanted and (full.startswith(prefix) or prefix.startswith(full))
                         else:
                             wanted = full > start_after and full.startswith(prefix)
-                        if wanted and is_key(full.rstrip("/")):
+                        if wanted:
                             entries.append(full)
                 entries.sort()
         except (FileNotFoundError, NotADirectoryError):
@@ -308,6 +308,8 @@ class LocalStore(Store):
         found: builtins.list[ObjectMeta | str] = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), self._folder(base[:-1]) as fd:
             for full in entries:
+                if not is_key(full.rstrip("/")):
+                    continue
                 if full.endswith("/"):
                     found.append(full)
                     continue
