@@ -1,0 +1,51 @@
+"""The frame around every metadata object: magic, kind, version, checksum, zstd-compressed msgpack.
+
+Owns encoding and verification of whole objects. Knows nothing of what the values mean.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TypeVar
+
+import msgspec
+import zstandard
+
+from fanout.errors import Corrupt
+
+__all__ = ["BRANCH", "CHECKPOINT", "DISK", "ENTRY", "PAGE", "SNAP", "VERSION", "decode", "encode"]
+
+VERSION = 1
+DISK, BRANCH, CHECKPOINT, ENTRY, SNAP, PAGE = b"D", b"B", b"C", b"E", b"S", b"P"
+
+_MAGIC = b"FAN"
+_HEADER = 4 + 1 + 16
+_MAX_RAW = 1 << 30
+_LEVEL = 1
+
+_encoder = msgspec.msgpack.Encoder()
+T = TypeVar("T")
+
+
+def encode(kind: bytes, value: object) -> bytes:
+    """Frame a value: `FAN` kind version sha256(payload)[:16] payload, payload = zstd(msgpack(value))."""
+    payload = zstandard.ZstdCompressor(level=_LEVEL).compress(_encoder.encode(value))
+    return b"".join((_MAGIC, kind, bytes([VERSION]), hashlib.sha256(payload).digest()[:16], payload))
+
+
+def decode(kind: bytes, data: bytes, decoder: msgspec.msgpack.Decoder[T], key: str) -> T:
+    """Verify and decode a framed object; `Corrupt` names `key` and says what is wrong."""
+    if len(data) < _HEADER or data[:3] != _MAGIC:
+        raise Corrupt(f"{key}: not a fanout object (bad magic or truncated to {len(data)} bytes)")
+    if data[3:4] != kind:
+        raise Corrupt(f"{key}: holds an object of kind {data[3:4]!r} where {kind!r} belongs")
+    if data[4] != VERSION:
+        raise Corrupt(f"{key}: format version {data[4]} is unknown; this fanout reads version {VERSION}")
+    payload = memoryview(data)[_HEADER:]
+    if hashlib.sha256(payload).digest()[:16] != data[5:_HEADER]:
+        raise Corrupt(f"{key}: checksum mismatch")
+    try:
+        raw = zstandard.ZstdDecompressor().decompress(payload, max_output_size=_MAX_RAW)
+        return decoder.decode(raw)
+    except (zstandard.ZstdError, msgspec.DecodeError) as error:
+        raise Corrupt(f"{key}: cannot be decoded ({error})") from error

@@ -1,0 +1,128 @@
+"""Every key of the bucket, and the rules for names that become part of one.
+
+Owns where each object lives. Knows nothing of what is inside.
+"""
+
+from __future__ import annotations
+
+import re
+
+from fanout.errors import Invalid
+
+__all__ = [
+    "CATALOGUE",
+    "MAIN",
+    "SEQ_MAX",
+    "branch_key",
+    "branch_prefix",
+    "check_branch_name",
+    "check_name",
+    "checkpoint_key",
+    "checkpoint_prefix",
+    "disk_key",
+    "disk_prefix",
+    "is_disk_id",
+    "log_key",
+    "log_prefix",
+    "name_key",
+    "name_of_key",
+    "pack_key",
+    "page_key",
+    "seq_of_key",
+    "snap_key",
+    "snap_prefix",
+]
+
+#: The branch every disk is created with.
+MAIN = "main"
+#: Prefix of the create-only objects that make disk names unique.
+CATALOGUE = "names/"
+#: Largest sequence number a 20-digit key can hold in a signed 64-bit integer.
+SEQ_MAX = 2**63 - 1
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_RESCUE = re.compile(r"rescue/[a-z0-9][a-z0-9._-]{0,62}")
+_DISK_ID = re.compile(r"dsk-[0-9a-f]{16}")
+
+
+def check_name(argument: str, value: object) -> str:
+    """Return `value` if it is a name for a disk or checkpoint; else `Invalid`, naming the argument."""
+    if isinstance(value, str) and _NAME.fullmatch(value):
+        return value
+    raise Invalid.argument(argument, value, "a name is [a-z0-9][a-z0-9._-]{0,62}")
+
+
+def check_branch_name(argument: str, value: object) -> str:
+    """Like `check_name`, also allowing the `rescue/<name>` branches that conflicts leave behind."""
+    if isinstance(value, str) and _RESCUE.fullmatch(value):
+        return value
+    return check_name(argument, value)
+
+
+def is_disk_id(value: str) -> bool:
+    """Whether `value` has the form of a disk id, `dsk-` and 16 hex digits."""
+    return _DISK_ID.fullmatch(value) is not None
+
+
+def name_key(name: str) -> str:
+    return f"{CATALOGUE}{name}"
+
+
+def disk_prefix(disk_id: str) -> str:
+    return f"disks/{disk_id}/"
+
+
+def disk_key(disk_id: str) -> str:
+    return f"disks/{disk_id}/disk"
+
+
+def branch_prefix(disk_id: str) -> str:
+    return f"disks/{disk_id}/branch/"
+
+
+def branch_key(disk_id: str, name: str) -> str:
+    return f"disks/{disk_id}/branch/{name}"
+
+
+def checkpoint_prefix(disk_id: str) -> str:
+    return f"disks/{disk_id}/checkpoint/"
+
+
+def checkpoint_key(disk_id: str, name: str) -> str:
+    return f"disks/{disk_id}/checkpoint/{name}"
+
+
+def log_prefix(disk_id: str, branch_uuid: str) -> str:
+    return f"disks/{disk_id}/log/{branch_uuid}/"
+
+
+def log_key(disk_id: str, branch_uuid: str, seq: int) -> str:
+    return f"disks/{disk_id}/log/{branch_uuid}/{seq:020d}"
+
+
+def snap_prefix(disk_id: str, branch_uuid: str) -> str:
+    return f"disks/{disk_id}/snap/{branch_uuid}/"
+
+
+def snap_key(disk_id: str, branch_uuid: str, seq: int) -> str:
+    return f"disks/{disk_id}/snap/{branch_uuid}/{seq:020d}"
+
+
+def page_key(disk_id: str, page_hash: bytes) -> str:
+    digits = page_hash.hex()
+    return f"disks/{disk_id}/page/{digits[:2]}/{digits}"
+
+
+def pack_key(disk_id: str, pack_id: bytes) -> str:
+    digits = pack_id.hex()
+    return f"disks/{disk_id}/pack/{digits[-2:]}/{digits}"
+
+
+def seq_of_key(key: str) -> int:
+    """Return the sequence number a log or snap key ends with."""
+    return int(key.rpartition("/")[2])
+
+
+def name_of_key(key: str, prefix: str) -> str:
+    """Return what follows `prefix` in `key`: a branch, checkpoint or disk name."""
+    return key[len(prefix) :]

@@ -1,0 +1,107 @@
+"""Packs: many small runs of file bytes in one object, each readable by range.
+
+Owns frame encoding, pack layout and pack ids. Text and binary go into separate packs, told apart by the id
+alone, so that a search reads only text.
+
+    pack   = "FPK1" frame* footer u32le(len(footer)) "FPKE"
+    frame  = raw bytes, or one zstd frame where that is smaller
+    footer = zstd(msgpack([[offset, stored, raw, sha256], ...]))
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+
+import msgspec
+import zstandard
+
+from fanout.errors import Corrupt
+from fanout.format.tree import Ref
+
+__all__ = ["ID_BYTES", "PackBuilder", "decode_footer", "decode_frame", "encode_frame", "is_text", "is_text_pack", "pack_id"]
+
+ID_BYTES = 16
+_HEAD = b"FPK1"
+_TAIL = b"FPKE"
+_SNIFF = 8192
+_LEVEL = 1
+_footer_decoder = msgspec.msgpack.Decoder(tuple[tuple[int, int, int, bytes], ...])
+
+
+def is_text(head: bytes) -> bool:
+    """Whether a file that begins with `head` counts as text: no NUL in its first 8 KiB, as grep and git decide."""
+    return b"\0" not in head[:_SNIFF]
+
+
+def pack_id(random: bytes, text: bool) -> bytes:
+    """Make a pack id from 16 random bytes: the lowest bit of the first says whether the pack holds text."""
+    return bytes([random[0] & 0xFE | text]) + random[1:ID_BYTES]
+
+
+def is_text_pack(identity: bytes) -> bool:
+    """Whether the pack of this id holds text."""
+    return bool(identity) and bool(identity[0] & 1)
+
+
+def encode_frame(raw: bytes) -> tuple[bytes, bytes]:
+    """Return (frame, sha256 of raw). The frame is `raw` itself unless zstd makes it smaller. Thread safe."""
+    packed = zstandard.ZstdCompressor(level=_LEVEL).compress(raw) if len(raw) > 32 else raw
+    return (packed if len(packed) < len(raw) else raw), hashlib.sha256(raw).digest()
+
+
+def decode_frame(frame: bytes | memoryview, ref: Ref, where: str) -> bytes:
+    """Return the raw bytes of the whole frame of `ref`, verified; `Corrupt` names `where`."""
+    if len(frame) != ref.stored:
+        raise Corrupt(f"{where}: {len(frame)} bytes at offset {ref.offset} where {ref.stored} belong")
+    try:
+        raw = (
+            bytes(frame)
+            if ref.stored == ref.raw
+            else zstandard.ZstdDecompressor().decompress(frame, max_output_size=ref.raw)
+        )
+    except zstandard.ZstdError as error:
+        raise Corrupt(f"{where}: the frame at offset {ref.offset} cannot be decompressed ({error})") from error
+    if len(raw) != ref.raw or hashlib.sha256(raw).digest() != ref.hash:
+        raise Corrupt(f"{where}: the frame at offset {ref.offset} does not match its hash")
+    return raw
+
+
+class PackBuilder:
+    """Collects frames of one pack in memory."""
+
+    def __init__(self, identity: bytes) -> None:
+        self.id = identity
+        self._parts: list[bytes] = [_HEAD]
+        self._index: list[tuple[int, int, int, bytes]] = []
+        self.size = len(_HEAD)
+
+    def add(self, frame: bytes, raw_length: int, digest: bytes) -> Ref:
+        """Append an encoded frame; returns the reference to it."""
+        offset = self.size
+        self._parts.append(frame)
+        self.size += len(frame)
+        self._index.append((offset, len(frame), raw_length, digest))
+        return Ref(self.id, offset, len(frame), raw_length, digest)
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def finish(self) -> bytes:
+        """Return the pack's bytes."""
+        footer = zstandard.ZstdCompressor(level=_LEVEL).compress(msgspec.msgpack.encode(self._index))
+        return b"".join((*self._parts, footer, struct.pack("<I", len(footer)), _TAIL))
+
+
+def decode_footer(pack: bytes, where: str) -> tuple[tuple[int, int, int, bytes], ...]:
+    """Return the frames of a whole pack as (offset, stored, raw, sha256); `Corrupt` names `where`."""
+    if len(pack) < 12 or pack[:4] != _HEAD or pack[-4:] != _TAIL:
+        raise Corrupt(f"{where}: not a pack, or truncated to {len(pack)} bytes")
+    (length,) = struct.unpack("<I", pack[-8:-4])
+    if length > len(pack) - 12:
+        raise Corrupt(f"{where}: the footer claims {length} bytes")
+    try:
+        raw = zstandard.ZstdDecompressor().decompress(pack[-8 - length : -8], max_output_size=1 << 28)
+        return _footer_decoder.decode(raw)
+    except (zstandard.ZstdError, msgspec.DecodeError) as error:
+        raise Corrupt(f"{where}: the footer cannot be decoded ({error})") from error
