@@ -73,7 +73,14 @@ class Branch:
     """The live handle on one branch. One instance per process and branch; see `Disk.branch`."""
 
     def __init__(
-        self, store: Store, disk_id: str, name: str, record: BranchRecord, pages: Pages, runtime: Runtime, tuning: Tuning
+        self,
+        store: Store,
+        disk_id: str,
+        name: str,
+        record: BranchRecord,
+        pages: Pages,
+        runtime: Runtime,
+        tuning: Tuning,
     ) -> None:
         self.name = name
         self.record = record

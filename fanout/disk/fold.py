@@ -66,9 +66,7 @@ def _move_blobs(
                 blob = blobs.get(ref.pack)
                 if blob is not None and (ref.pack, ref.offset) not in moved:
                     frame = blob[ref.offset : ref.offset + ref.stored]
-                    moved[ref.pack, ref.offset] = packer.add_frame(
-                        frame, ref.raw, ref.hash, is_text_pack(ref.pack)
-                    )
+                    moved[ref.pack, ref.offset] = packer.add_frame(frame, ref.raw, ref.hash, is_text_pack(ref.pack))
         packer.finish()
     except BaseException:
         packer.abandon()
@@ -102,9 +100,7 @@ def _write_pages(
     return Snap(state.seq, tuple(pages), files, size)
 
 
-def _regions(
-    state: State, moved: Mapping[tuple[bytes, int], Ref]
-) -> Iterator[tuple[PageRef | None, Entries | None]]:
+def _regions(state: State, moved: Mapping[tuple[bytes, int], Ref]) -> Iterator[tuple[PageRef | None, Entries | None]]:
     """Yield each old page with its new entries, or None where nothing in its range changed."""
     old = state.snap.pages
     grouped: dict[int, list[bytes]] = {}

@@ -70,7 +70,12 @@ class Rebased:
 
 
 def rebase(
-    intents: Sequence[Intent], tree: Tree, touched: Mapping[bytes, int], policy: Policy, *, identical_is_clean: bool = False
+    intents: Sequence[Intent],
+    tree: Tree,
+    touched: Mapping[bytes, int],
+    policy: Policy,
+    *,
+    identical_is_clean: bool = False,
 ) -> Rebased:
     """Fit `intents` onto `tree`. `touched` maps the paths others changed since the intents' base to how.
 
@@ -120,7 +125,12 @@ class _Work:
         node = intent.node
         assert node is not None
         now = self._get(intent.path)
-        if node.kind == DIR and now is not None and now.kind == DIR and (intent.base is None or intent.base.kind != DIR):
+        if (
+            node.kind == DIR
+            and now is not None
+            and now.kind == DIR
+            and (intent.base is None or intent.base.kind != DIR)
+        ):
             return  # both made this directory: the first one's attributes stay
         if now is not None and now.kind == DIR and node.kind != DIR and self._has_children(intent.path):
             self.conflicts.add(intent.path)  # entries that were never seen would be lost
@@ -139,7 +149,7 @@ class _Work:
         if now is None or intent.node is None or now.kind != DIR or now.mtime_ns >= intent.node.mtime_ns:
             return
         earlier = self.effects.get(intent.path)
-        change = earlier.change if isinstance(earlier, Put) else TOUCHED
+        change: Literal[0, 1, 2, 3] = earlier.change if isinstance(earlier, Put) else TOUCHED
         moved = msgspec.structs.replace(now, mtime_ns=intent.node.mtime_ns)
         self.effects[intent.path] = Put(intent.path, moved, change)
 

@@ -38,8 +38,12 @@ __all__ = [
 ]
 
 #: What a Put did to its path: a new name, new content, new attributes, or only a directory's mtime.
-ADDED, MODIFIED, ATTRIBUTES, TOUCHED = 0, 1, 2, 3
-DELETED = 4
+ADDED: Literal[0] = 0
+MODIFIED: Literal[1] = 1
+ATTRIBUTES: Literal[2] = 2
+TOUCHED: Literal[3] = 3
+#: What a Remove is to a reader of the history; never stored.
+DELETED: Literal[4] = 4
 
 
 class Put(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):

@@ -19,7 +19,16 @@ import zstandard
 from fanout.errors import Corrupt
 from fanout.format.tree import Ref
 
-__all__ = ["ID_BYTES", "PackBuilder", "decode_footer", "decode_frame", "encode_frame", "is_text", "is_text_pack", "pack_id"]
+__all__ = [
+    "ID_BYTES",
+    "PackBuilder",
+    "decode_footer",
+    "decode_frame",
+    "encode_frame",
+    "is_text",
+    "is_text_pack",
+    "pack_id",
+]
 
 ID_BYTES = 16
 _HEAD = b"FPK1"

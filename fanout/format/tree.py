@@ -184,9 +184,7 @@ def page_index(pages: tuple[PageRef, ...], path: bytes) -> int:
     return max(low - 1, 0)
 
 
-def split_pages(
-    entries: list[tuple[bytes, Node]], page_entries: int
-) -> Iterator[list[tuple[bytes, Node]]]:
+def split_pages(entries: list[tuple[bytes, Node]], page_entries: int) -> Iterator[list[tuple[bytes, Node]]]:
     """Cut sorted entries into runs of about equal length, none longer than `page_entries`."""
     if not entries:
         return
