@@ -34,13 +34,15 @@ _RECENT_ENTRIES = 4096
 class Proposal:
     """One commit that wants to land: what to change, what it had seen, and by which policy it meets others.
 
-    `base_seq` None means it has seen the tail (plain object calls). `blobs` are its inline packs.
+    `base_seq` None means it has seen the tail (plain object calls). `blobs` are its new inline packs; `seen_blobs`
+    those of the tree it started from, of which its nodes may still refer to some.
     """
 
     intents: Sequence[Intent]
     policy: Policy
     base_seq: int | None = None
     blobs: Mapping[bytes, bytes] = field(default_factory=dict)
+    seen_blobs: Mapping[bytes, bytes] = field(default_factory=dict)
     author: str = ""
     message: str = ""
     exec_id: str = ""
@@ -288,7 +290,7 @@ class Branch:
                 proposal.merged_uuid, proposal.merged_seq,
             )  # fmt: skip
             commits.append(commit)
-            blobs.update(proposal.blobs)
+            blobs.update(_carried(result.effects, proposal.blobs, proposal.seen_blobs, state.blob_bytes()))
             landed.append((waiting, Landed(seq, result.effects, now_ns)))
             if len(batch) > 1:
                 working = _with_effects(working, result.effects)
@@ -405,6 +407,19 @@ def _with_effects(state: State, effects: Sequence[Effect]) -> State:
     for effect in effects:
         changes[effect.path] = (state.seq + 1, effect.node if isinstance(effect, Put) else None)
     return State(state.pages, state.snap, state.seq, changes, state.blobs)
+
+
+def _carried(effects: Sequence[Effect], *sources: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
+    """Return the inline packs that effects refer to.
+
+    An entry carries all of them, even those that an earlier entry carried: a fold in another process may have moved
+    that one's data into packs already, and then a cold reader never sees the earlier entry.
+    """
+    packs = {ref.pack for effect in effects if isinstance(effect, Put) for ref in effect.node.data}
+    carried: dict[bytes, bytes] = {}
+    for source in sources:
+        carried.update({pack: source[pack] for pack in packs & source.keys()})
+    return carried
 
 
 def _touched_by(entry: Entry) -> dict[bytes, int]:

@@ -1,0 +1,112 @@
+"""Which disks there are: creating, finding, listing and deleting them.
+
+Owns names and their uniqueness. A disk exists from the moment its name object does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+from fanout.config import Tuning
+from fanout.disk.disk import Disk
+from fanout.disk.record import create_record
+from fanout.errors import Corrupt, Exists, NotFound
+from fanout.format import layout
+from fanout.format.entry import BranchRecord, DiskRecord, decode_disk, encode_branch, encode_disk
+from fanout.runtime import Runtime
+from fanout.store.base import Store
+from fanout.store.probe import probe
+
+__all__ = ["Catalogue"]
+
+_DELETE_BATCH = 1000
+
+
+class Catalogue:
+    """The disks of one store. Thread safe; hands out one `Disk` instance per disk."""
+
+    def __init__(self, store: Store, runtime: Runtime, tuning: Tuning) -> None:
+        self._store = store
+        self._runtime = runtime
+        self._tuning = tuning
+        self._open: dict[str, Disk] = {}
+        self._lock = threading.Lock()
+        self._probed = False
+
+    def create(self, name: str) -> Disk:
+        """Create a disk; `Exists` if the name is taken. The store is probed first: see `store.probe`."""
+        layout.check_name("name", name)
+        if self._store.head(layout.name_key(name)) is not None:
+            raise Exists(f"there is a disk called {name!r} already")
+        self._probe()
+        record = DiskRecord(
+            f"dsk-{self._runtime.hex_id(16)}", name, self._runtime.now_ns(), ("create_only",)
+        )  # fmt: skip
+        main = BranchRecord(self._runtime.hex_id(32), (), record.created_ns)
+        create_record(self._store, layout.branch_key(record.id, layout.MAIN), encode_branch(main), "the id is taken")
+        data = encode_disk(record)
+        create_record(self._store, layout.disk_key(record.id), data, "the id is taken")
+        try:
+            # Last: whoever finds the name finds a whole disk.
+            create_record(self._store, layout.name_key(name), data, f"there is a disk called {name!r} already")
+        except Exists:
+            self._store.delete([layout.disk_key(record.id), layout.branch_key(record.id, layout.MAIN)])
+            raise
+        return self._opened(record)
+
+    def get(self, name_or_id: str) -> Disk:
+        """Open a disk by name or id; `NotFound` names what was asked for."""
+        if layout.is_disk_id(name_or_id):
+            with self._lock:
+                known = self._open.get(name_or_id)
+            if known is not None and self._store.head(layout.name_key(known.name)) is not None:
+                return known
+            key = layout.disk_key(name_or_id)
+        else:
+            layout.check_name("disk", name_or_id)
+            key = layout.name_key(name_or_id)
+        try:
+            record = decode_disk(self._store.get(key), key)
+        except NotFound:
+            raise NotFound(f"there is no disk {name_or_id!r} in {self._store.url}") from None
+        return self._opened(record)
+
+    def names(self) -> Iterator[str]:
+        """Yield the names of all disks, in byte order."""
+        return (layout.name_of_key(meta.key, layout.CATALOGUE) for meta in self._store.list(layout.CATALOGUE))
+
+    def delete(self, name_or_id: str) -> None:
+        """Delete a disk with all its history; `NotFound` if it is not there. Interrupted, it can be called again."""
+        record = self.get(name_or_id).record
+        self._store.delete([layout.name_key(record.name)])
+        with self._lock:
+            self._open.pop(record.id, None)
+        batch: list[str] = []
+        last = layout.disk_key(record.id)
+        for meta in self._store.list(layout.disk_prefix(record.id)):
+            if meta.key != last:
+                batch.append(meta.key)
+            if len(batch) >= _DELETE_BATCH:
+                self._store.delete(batch)
+                batch = []
+        self._store.delete([*batch, last])
+
+    def close(self) -> None:
+        """Wait for the background work of all opened disks."""
+        for disk in list(self._open.values()):
+            disk.close()
+
+    def _probe(self) -> None:
+        if not self._probed:
+            probe(self._store, self._runtime)
+            self._probed = True
+
+    def _opened(self, record: DiskRecord) -> Disk:
+        with self._lock:
+            disk = self._open.get(record.id)
+            if disk is None:
+                disk = self._open[record.id] = Disk(self._store, record, self._runtime, self._tuning)
+            if disk.record != record:
+                raise Corrupt(f"{layout.disk_key(record.id)} and {layout.name_key(record.name)} disagree")
+            return disk
