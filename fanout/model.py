@@ -1,0 +1,255 @@
+"""Frozen values that cross layers and reach users: results, timings, changes, object and disk descriptions.
+
+Owns their names and units. Builds nothing and does no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, field_serializer
+from pydantic.alias_generators import to_camel
+
+from fanout.errors import CommandFailed, Conflict
+
+if TYPE_CHECKING:
+    from typing import Self
+
+__all__ = [
+    "Change",
+    "ChangeKind",
+    "Checkpoint",
+    "Commit",
+    "CommitPolicy",
+    "DirEntry",
+    "Event",
+    "Finished",
+    "Mode",
+    "Mount",
+    "ObjectInfo",
+    "Output",
+    "Run",
+    "RunCommit",
+    "Started",
+    "Status",
+    "Timing",
+    "Usage",
+]
+
+ChangeKind = Literal["added", "modified", "attributes", "deleted"]
+CommitPolicy = Literal["always", "on_success", "never"]
+Mode = Literal["read_only", "conditional", "shared"]
+Status = Literal["completed", "timed_out", "killed", "oom"]
+
+
+class Value(BaseModel):
+    """Base of all values: frozen, unknown fields refused, camelCase on the wire."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True, arbitrary_types_allowed=True
+    )
+
+
+class Change(Value):
+    """One path a commit changed. `path` is relative to the disk's root; undecodable bytes are surrogate escapes."""
+
+    path: str
+    kind: ChangeKind
+
+
+class Commit(Value):
+    """One commit in a branch's history.
+
+    `seq` is its place in the log; commits that became durable together share it. `time` is UTC. `exec_id` is the exec that made
+    it, if one did. `changes` is empty for a merge or call that changed nothing.
+    """
+
+    seq: int
+    time: datetime
+    author: str
+    message: str
+    exec_id: str | None
+    base_seq: int
+    changes: tuple[Change, ...]
+
+
+class Checkpoint(Value):
+    """A named, immutable point of a branch."""
+
+    name: str
+    branch: str
+    seq: int
+    time: datetime
+
+
+class ObjectInfo(Value):
+    """One file of a disk. `size` in bytes; `etag` changes with the content; `last_modified` is its mtime in UTC.
+
+    Directories, listed only where asked for, have a key that ends in `/`.
+    """
+
+    key: str
+    size: int
+    etag: str
+    last_modified: datetime
+    mode: int
+    kind: Literal["file", "directory", "symlink"] = "file"
+
+
+class DirEntry(Value):
+    """One name in a directory. `size` in bytes, `mode` the permission bits, `target` a symbolic link's."""
+
+    name: str
+    path: str
+    kind: Literal["file", "directory", "symlink"]
+    size: int
+    mode: int
+    mtime_ns: int
+    target: str | None = None
+
+
+class Mount(Value):
+    """How one exec sees one disk; made by `Disk.mount`, which documents the fields."""
+
+    disk: str
+    branch: str
+    mode: Mode
+    subdirectory: str | None = None
+    checkout: tuple[str, ...] = ()
+    queue_ms: float | None = None
+    at: str | int | None = None
+
+
+class Timing(Value):
+    """Where one exec's time went, in milliseconds.
+
+    `queue_ms` runs from arrival until the command starts; its parts are `wait_ms` (for a slot), `lock_ms` (for
+    checkouts), `mount_ms` (finding the newest tree and making it visible) and `start_ms` (the sandbox). `execute_ms`
+    is the command, `commit_ms` making its writes durable, `total_ms` arrival to result.
+    """
+
+    queue_ms: float
+    wait_ms: float
+    lock_ms: float
+    mount_ms: float
+    start_ms: float
+    execute_ms: float
+    commit_ms: float
+    total_ms: float
+
+
+class Usage(Value):
+    """What one exec used: user plus system CPU seconds of all its processes, peak resident bytes of the largest."""
+
+    cpu_s: float
+    max_rss_bytes: int
+
+
+class RunCommit(Value):
+    """What became of one mount's writes.
+
+    `base_seq` is what the command saw. `seq` is where its writes landed and `changes` what they were: both None if nothing was
+    written, if the commit policy left it out, or if it conflicted (then `conflict` says so).
+    """
+
+    base_seq: int
+    seq: int | None = None
+    changes: tuple[Change, ...] | None = None
+    conflict: Conflict | None = None
+
+    @field_serializer("conflict")
+    def _conflict(self, value: Conflict | None) -> dict[str, Any] | None:
+        return _conflict_fields(value)
+
+
+class Run(Value):
+    """The result of one exec. A command that fails is a result, not an exception.
+
+    `exit_code` is None when the command did not exit by itself; death by signal n is 128+n, as in a shell.
+    `stdout_bytes` and `stderr_bytes` are exact up to the cap (1 MiB a stream by default); beyond it they hold head
+    and tail with a marker between, `stdout_truncated` says so and `stdout_total` counts all bytes.
+    `commits` has one entry for each mounted disk. `warm` says whether the host had the tree already.
+    """
+
+    id: str
+    command: str
+    status: Status
+    exit_code: int | None
+    stdout_bytes: bytes
+    stderr_bytes: bytes
+    stdout_truncated: bool
+    stderr_truncated: bool
+    stdout_total: int
+    stderr_total: int
+    timing: Timing
+    usage: Usage
+    engine: str
+    host: str
+    warm: bool
+    commits: Mapping[str, RunCommit]
+    conflict: Conflict | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the command completed with exit code 0."""
+        return self.status == "completed" and self.exit_code == 0
+
+    @property
+    def stdout(self) -> str:
+        """Standard output as text, undecodable bytes replaced."""
+        return self.stdout_bytes.decode("utf-8", "replace")
+
+    @property
+    def stderr(self) -> str:
+        """Standard error as text, undecodable bytes replaced."""
+        return self.stderr_bytes.decode("utf-8", "replace")
+
+    def raise_for_status(self) -> Self:
+        """Return self if all went well; else raise `Conflict` or `CommandFailed`."""
+        if not self.ok:
+            how = f"exit code {self.exit_code}" if self.status == "completed" else self.status.replace("_", " ")
+            tail = self.stderr.strip().rpartition("\n")[2][-500:]
+            raise CommandFailed(f"{self.command!r}: {how}" + (f": {tail}" if tail else ""), self)
+        if self.conflict is not None:
+            raise self.conflict
+        return self
+
+    @field_serializer("conflict")
+    def _conflict(self, value: Conflict | None) -> dict[str, Any] | None:
+        return _conflict_fields(value)
+
+    @field_serializer("stdout_bytes", "stderr_bytes", when_used="json")
+    def _text(self, value: bytes) -> str:
+        return value.decode("utf-8", "replace")
+
+
+class Started(Value):
+    """The command is running: `id` names the exec, `queue_ms` is final."""
+
+    id: str
+    queue_ms: float
+
+
+class Output(Value):
+    """Some output, as it arrived: `data` exact, `text` decoded across chunk borders (characters are never split)."""
+
+    stream: Literal["stdout", "stderr"]
+    data: bytes
+    text: str
+
+
+class Finished(Value):
+    """The exec is over, its writes committed."""
+
+    run: Run
+
+
+Event = Started | Output | Finished
+
+
+def _conflict_fields(value: Conflict | None) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    return {"paths": list(value.paths), "rescueBranch": value.rescue_branch, "disk": value.disk}
