@@ -182,9 +182,7 @@ class S3Store(Store):
         if not whole and "ContentRange" not in answer:  # a server may ignore Range and send everything
             return data[start : None if length is None else start + length]
         if length is not None and len(data) > length:
-            raise Unavailable(
-                f"{self.url}: get of {key} gave {len(data)} bytes where {length} were asked for"
-            )
+            raise Unavailable(f"{self.url}: get of {key} gave {len(data)} bytes where {length} were asked for")
         return data
 
     def _pages(self, prefix: str, start_after: str, limit: int | None) -> Iterator[ObjectMeta]:
@@ -245,9 +243,7 @@ class S3Store(Store):
                 raise
             raise raised from error
 
-    def _translate(
-        self, error: Exception, doing: str, key: str, write: bool, bodiless: bool
-    ) -> FanoutError | None:
+    def _translate(self, error: Exception, doing: str, key: str, write: bool, bodiless: bool) -> FanoutError | None:
         import botocore.exceptions as boto
         from botocore.parsers import ResponseParserError
 
@@ -300,33 +296,36 @@ class S3Store(Store):
             with self._lock:
                 clients = self._clients
                 if clients is None or clients[0] != os.getpid():
-                    clients = self._clients = (os.getpid(), self._make_client(1), self._make_client(3))
+                    clients = self._clients = self._make_clients()
         return clients[1] if once else clients[2]
 
-    def _make_client(self, attempts: int) -> S3Client:
-        boto3 = _boto3()
-        from botocore.config import Config
+    def _make_clients(self) -> tuple[int, S3Client, S3Client]:
         from botocore.exceptions import BotoCoreError
 
         try:
-            session = boto3.session.Session()
-            region = self._region or session.region_name or "us-east-1"
-            client: S3Client = session.client(
-                "s3",
-                region_name=region,
-                endpoint_url=self.endpoint,
-                config=Config(
-                    retries={"total_max_attempts": attempts, "mode": "standard"},
-                    max_pool_connections=self._connections,
-                    connect_timeout=_CONNECT_TIMEOUT_S,
-                    read_timeout=self._read_timeout_s,
-                    request_checksum_calculation="when_required",
-                    response_checksum_validation="when_required",
-                    s3={"addressing_style": "path"} if self.endpoint else None,
-                ),
-            )
+            session = _boto3().session.Session()
+            return os.getpid(), self._make_client(session, 1), self._make_client(session, 3)
         except (BotoCoreError, ValueError) as error:
             raise Invalid(f"{self.url}: {str(error)[:300]}") from error
+
+    def _make_client(self, session: Any, attempts: int) -> S3Client:
+        from botocore.config import Config
+
+        region = self._region or session.region_name or "us-east-1"
+        client: S3Client = session.client(
+            "s3",
+            region_name=region,
+            endpoint_url=self.endpoint,
+            config=Config(
+                retries={"total_max_attempts": attempts, "mode": "standard"},
+                max_pool_connections=self._connections,
+                connect_timeout=_CONNECT_TIMEOUT_S,
+                read_timeout=self._read_timeout_s,
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+                s3={"addressing_style": "path"} if self.endpoint else None,
+            ),
+        )
         client.meta.events.register("before-sign.s3.DeleteObjects", _add_md5)
         return client
 
