@@ -62,8 +62,8 @@ class Change(Value):
 class Commit(Value):
     """One commit in a branch's history.
 
-    `seq` is its place in the log; commits that became durable together share it. `time` is UTC. `exec_id` is the exec that made
-    it, if one did. `changes` is empty for a merge or call that changed nothing.
+    `seq` is its place in the log; commits that became durable together share it. `time` is UTC. `exec_id` is the
+    exec that made it, if one did. `changes` is empty for a merge or call that changed nothing.
     """
 
     seq: int
@@ -150,8 +150,8 @@ class Usage(Value):
 class RunCommit(Value):
     """What became of one mount's writes.
 
-    `base_seq` is what the command saw. `seq` is where its writes landed and `changes` what they were: both None if nothing was
-    written, if the commit policy left it out, or if it conflicted (then `conflict` says so).
+    `base_seq` is what the command saw. `seq` is where its writes landed and `changes` what they were: both None if
+    nothing was written, if the commit policy left it out, or if it conflicted (then `conflict` says so).
     """
 
     base_seq: int

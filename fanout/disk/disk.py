@@ -184,8 +184,11 @@ class Disk:
             raise Denied(f"{what} of disk {self.name!r} cannot be written; start a branch from it")
         return point.branch
 
-    def put_object(self, point: Point, path: bytes, data: bytes, mode: int, author: str = "") -> Landed:
-        """Store one file, making the directories it needs; `Conflict` where a directory is or a file is in the way."""
+    def put_object(self, point: Point, path: bytes, data: bytes, mode: int, author: str = "") -> Node:
+        """Store one file and return its node, making the directories it needs.
+
+        `Conflict` where a directory has its name, or a file the name of a directory it needs.
+        """
         branch = self.writable(point)
         packer = self.packer()
         rest = memoryview(data)
@@ -200,7 +203,8 @@ class Disk:
         node = Node(FILE, mode, self.runtime.now_ns(), len(data), refs)
         intent = Intent(path, None, node)
         proposal = Proposal([intent], Policy.STRICT, blobs=packed.blobs, author=author, message=f"put {shown(path)}")
-        return branch.commit(proposal)
+        branch.commit(proposal)
+        return node
 
     def make_directory(self, point: Point, path: bytes, mode: int, author: str = "") -> Landed:
         """Make a directory and those above it; one that is there stays as it is."""

@@ -1,0 +1,319 @@
+"""One exec, from admission to result: mount, start, wait, diff, commit.
+
+Owns the order of these five and what a result says about them. Blocking; runs in one thread per exec. Knows
+nothing of queues or event loops (executor.py) and nothing of how mounts, sandboxes or commits work.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fanout.disk.branch import Branch, Landed, Proposal
+from fanout.disk.disk import Disk, Point
+from fanout.disk.merge import Policy
+from fanout.disk.paths import shown
+from fanout.disk.state import State
+from fanout.engine.base import Engine, Exit, Limits, Process, Spec
+from fanout.errors import Conflict, FanoutError, Invalid
+from fanout.format.entry import Effect
+from fanout.format.tree import DIR, SYMLINK
+from fanout.model import CommitPolicy, Finished, Mode, Output, Run, RunCommit, Started, Timing, Usage
+from fanout.run.changes import changes_of
+from fanout.run.output import Capture, TextStream
+from fanout.runtime import Runtime
+from fanout.view.cache import HostCache
+from fanout.view.view import View, open_view
+
+__all__ = ["Cancel", "Cancelled", "Host", "Job", "JobMount", "execute"]
+
+Emit = Callable[[Started | Output | Finished], None]
+_POLICIES: Mapping[Mode, Policy] = {"conditional": Policy.LAST_WINS, "shared": Policy.FIRST_WINS}
+
+
+class Cancelled(Exception):
+    """The caller went away: everything of the exec is dead and nothing of it was committed."""
+
+
+class Cancel:
+    """Tells a running exec, from any thread and any number of times, to stop."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: Process | None = None
+        self._set = False
+
+    def set(self) -> None:
+        """Stop the exec: its processes are killed, and nothing is committed if its commit has not begun."""
+        with self._lock:
+            self._set = True
+            process = self._process
+        if process is not None:
+            process.kill()
+
+    def attach(self, process: Process) -> None:
+        """From now on `set` kills this process (at once, if it was set already)."""
+        with self._lock:
+            self._process = process
+            late = self._set
+        if late:
+            process.kill()
+
+    def check(self) -> None:
+        """Raise `Cancelled` if it was set."""
+        if self._set:
+            raise Cancelled
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What an exec needs of the host it runs on."""
+
+    engine: Engine
+    cache: HostCache
+    runtime: Runtime
+    shell: str = "/bin/bash"
+    name: str = field(default_factory=socket.gethostname)
+    output_bytes: int = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class JobMount:
+    """One disk of a job: the tree it sees (`base`) and the branch its writes go to (None: read-only)."""
+
+    name: str
+    disk: Disk
+    base: Point
+    mode: Mode
+    subdirectory: bytes = b""
+
+    @property
+    def target(self) -> str:
+        return f"/mnt/{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One checked request to run a command. `arrived_s` is monotonic seconds."""
+
+    id: str
+    command: str
+    mounts: Sequence[JobMount]
+    cwd: str
+    env: Mapping[str, str]
+    stdin: bytes
+    network: bool
+    limits: Limits
+    commit: CommitPolicy
+    author: str
+    arrived_s: float
+
+
+@dataclass(slots=True)
+class _Mounted:
+    """One mount while its exec runs."""
+
+    mount: JobMount
+    view: View
+    state: State
+
+    @property
+    def base_seq(self) -> int:
+        return self.state.seq
+
+
+def execute(job: Job, host: Host, cancel: Cancel, emit: Emit | None, ran: Callable[[], None]) -> Run:
+    """Run one job to its end and return its result.
+
+    `emit` receives events as they happen; `ran` is called when the command is over and only its commit is left. Raises
+    `Cancelled` if `cancel` was set in time, and typed errors for what is not the command's doing; an error after the
+    command has run carries what is known as `.run`.
+    """
+    clock = host.runtime.monotonic
+    admitted_s = clock()
+    with ExitStack() as stack:
+        mounted = [_open(mount, host, stack) for mount in job.mounts]
+        _check_cwd(job.cwd, mounted)
+        cancel.check()
+        mounted_s = clock()
+        process = host.engine.start(_spec(job, mounted, host))
+        cancel.attach(process)
+        streams = _Streams(host.output_bytes, emit)
+        streams.started(job.id, (clock() - job.arrived_s) * 1e3)
+        exit = process.wait(streams.sink)
+        streams.flush()
+        cancel.check()
+        returned_s = clock()
+        commits, failure = _commit_all(job, exit, mounted, ran)
+        done_s = clock()
+    timing = Timing(
+        queue_ms=(exit.started_s - job.arrived_s) * 1e3,
+        wait_ms=(admitted_s - job.arrived_s) * 1e3,
+        lock_ms=0.0,
+        mount_ms=(mounted_s - admitted_s) * 1e3,
+        start_ms=(exit.started_s - mounted_s) * 1e3,
+        execute_ms=(exit.ended_s - exit.started_s) * 1e3,
+        commit_ms=(done_s - returned_s) * 1e3,
+        total_ms=(done_s - job.arrived_s) * 1e3,
+    )
+    run = Run(
+        id=job.id,
+        command=job.command,
+        status=exit.status,
+        exit_code=exit.exit_code,
+        stdout_bytes=streams.stdout.value(),
+        stderr_bytes=streams.stderr.value(),
+        stdout_truncated=streams.stdout.truncated,
+        stderr_truncated=streams.stderr.truncated,
+        stdout_total=streams.stdout.total,
+        stderr_total=streams.stderr.total,
+        timing=timing,
+        usage=Usage(cpu_s=exit.cpu_s, max_rss_bytes=exit.max_rss_bytes),
+        engine=host.engine.name,
+        host=host.name,
+        warm=all(each.view.warm for each in mounted),
+        commits=commits,
+        conflict=next((commit.conflict for commit in commits.values() if commit.conflict), None),
+    )
+    if failure is not None:
+        failure.run = run  # type: ignore[attr-defined]
+        raise failure
+    return run
+
+
+def _open(mount: JobMount, host: Host, stack: ExitStack) -> _Mounted:
+    """Find the newest tree and make it visible on this host."""
+    if mount.mode != "read_only":
+        stack.enter_context(mount.base.branch.writing())
+    state = mount.base.state()
+    view = open_view(
+        host.cache,
+        mount.disk.reader,
+        state,
+        disk_id=mount.disk.id,
+        subdirectory=mount.subdirectory,
+        writable=mount.mode != "read_only",
+    )
+    stack.callback(view.close)
+    return _Mounted(mount, view, state)
+
+
+def _check_cwd(cwd: str, mounted: Sequence[_Mounted]) -> None:
+    """Refuse a working directory that its disk does not have; one behind a link or elsewhere is the engine's to see."""
+    for each in mounted:
+        prefix = each.mount.target + "/"
+        if not cwd.startswith(prefix):
+            continue
+        path = each.mount.subdirectory
+        for part in os.fsencode(cwd[len(prefix) :]).split(b"/"):
+            if part in (b"", b"."):
+                continue
+            path = path + b"/" + part if path else part
+            node = each.state.get(path)
+            if part == b".." or (node is not None and node.kind == SYMLINK):
+                return
+            if node is None or node.kind != DIR:
+                what = "there is nothing" if node is None else "there is a file"
+                raise Invalid.argument(
+                    "cwd", cwd, f"a directory of disk {each.mount.disk.name!r}; {what} at {shown(path)!r}"
+                )
+
+
+def _spec(job: Job, mounted: Sequence[_Mounted], host: Host) -> Spec:
+    return Spec(
+        argv=(host.shell, "-c", job.command),
+        mounts=[each.view.mount(each.mount.target) for each in mounted],
+        env=job.env,
+        cwd=job.cwd,
+        stdin=job.stdin,
+        network=job.network,
+        limits=job.limits,
+    )
+
+
+def _commit_all(
+    job: Job, exit: Exit, mounted: Sequence[_Mounted], ran: Callable[[], None]
+) -> tuple[dict[str, RunCommit], FanoutError | None]:
+    """Commit the mounts one after the other; returns what landed and the error that stopped the rest, if one did."""
+    wanted = job.commit == "always" or (
+        job.commit == "on_success" and exit.status == "completed" and exit.exit_code == 0
+    )
+    results = {each.mount.name: RunCommit(base_seq=each.base_seq) for each in mounted}
+    proposals: list[tuple[_Mounted, Proposal]] = []
+    for each in mounted:
+        if wanted and each.mount.mode != "read_only":
+            proposal = _propose(job, each)
+            if proposal.intents:
+                proposals.append((each, proposal))
+    ran()
+    for each, proposal in proposals:
+        try:
+            results[each.mount.name] = _commit(job, each, proposal)
+        except FanoutError as error:
+            return results, error
+    return results, None
+
+
+def _propose(job: Job, each: _Mounted) -> Proposal:
+    """Turn what the command left in the upper layer into a proposal, its data made durable."""
+    packer = each.mount.disk.packer()
+    try:
+        intents = each.view.intents(packer)
+        packed = packer.finish()
+    except BaseException:
+        packer.abandon()
+        raise
+    return Proposal(
+        intents,
+        _POLICIES[each.mount.mode],
+        base_seq=each.base_seq,
+        blobs=packed.blobs,
+        seen_blobs=each.state.blob_bytes(),
+        author=job.author,
+        message=job.command,
+        exec_id=job.id,
+    )
+
+
+def _commit(job: Job, each: _Mounted, proposal: Proposal) -> RunCommit:
+    mount = each.mount
+    branch: Branch = mount.base.branch
+    try:
+        landed: Landed = branch.commit(proposal)
+    except Conflict as conflict:
+        rescue = mount.disk.rescue(mount.base, each.base_seq, proposal, job.id)
+        return RunCommit(base_seq=each.base_seq, conflict=Conflict(conflict.paths, rescue, mount.disk.name))
+    if landed.seq is None:
+        return RunCommit(base_seq=each.base_seq)
+    effects: tuple[Effect, ...] = landed.effects
+    return RunCommit(base_seq=each.base_seq, seq=landed.seq, changes=changes_of(effects))
+
+
+class _Streams:
+    """Both output streams on their way to the result and to a listener."""
+
+    def __init__(self, cap: int, emit: Emit | None) -> None:
+        self.stdout = Capture(cap)
+        self.stderr = Capture(cap)
+        self._emit = emit
+        self._text = {"stdout": TextStream(), "stderr": TextStream()}
+
+    def started(self, job_id: str, queue_ms: float) -> None:
+        if self._emit is not None:
+            self._emit(Started(id=job_id, queue_ms=queue_ms))
+
+    def sink(self, stream: Literal["stdout", "stderr"], chunk: bytes) -> None:
+        (self.stdout if stream == "stdout" else self.stderr).feed(chunk)
+        if self._emit is not None:
+            self._emit(Output(stream=stream, data=chunk, text=self._text[stream].feed(chunk)))
+
+    def flush(self) -> None:
+        """Emit the text of what ended in the middle of a character."""
+        for stream, decoder in self._text.items():
+            if self._emit is not None and (rest := decoder.feed(b"", final=True)):
+                self._emit(Output(stream="stdout" if stream == "stdout" else "stderr", data=b"", text=rest))

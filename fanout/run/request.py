@@ -1,0 +1,147 @@
+"""Checking what a caller asks for, before anything starts.
+
+Owns every rule about the arguments of an exec. Opens nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from typing import get_args
+
+from fanout.config import MAX_TIMEOUT_S
+from fanout.disk.paths import MAX_PATH_BYTES
+from fanout.engine.base import Limits
+from fanout.errors import Invalid
+from fanout.model import CommitPolicy
+
+__all__ = [
+    "MAX_ARGUMENT_BYTES",
+    "check_command",
+    "check_commit",
+    "check_cwd",
+    "check_env",
+    "check_key",
+    "check_limits",
+    "check_mount_name",
+    "check_stdin",
+    "expand",
+]
+
+#: The kernel's bound on one argument or variable (MAX_ARG_STRLEN, 32 pages), less its NUL.
+MAX_ARGUMENT_BYTES = (128 << 10) - 1
+_MOUNT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,62}")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def check_command(command: object) -> str:
+    """A command is non-blank text of at most 128 KiB, without NUL."""
+    if not isinstance(command, str) or not command.strip():
+        raise Invalid.argument("command", command, "a non-empty shell command")
+    _check_text("command", command)
+    return command
+
+
+def check_mount_name(name: object) -> str:
+    """A mount's name is one part of a path: `[A-Za-z0-9_][A-Za-z0-9._-]{0,62}`."""
+    if not isinstance(name, str) or not _MOUNT_NAME.fullmatch(name):
+        raise Invalid.argument("disks", name, "a mount's name is [A-Za-z0-9_][A-Za-z0-9._-]{0,62}")
+    return name
+
+
+def check_cwd(cwd: object) -> str:
+    """A working directory is an absolute path; whether it exists is seen in the sandbox."""
+    if not isinstance(cwd, str) or not cwd.startswith("/") or "\0" in cwd:
+        raise Invalid.argument("cwd", cwd, "an absolute path in the sandbox, such as '/mnt/work'")
+    if len(cwd.encode("utf-8", "surrogateescape")) > MAX_PATH_BYTES:
+        raise Invalid.argument("cwd", cwd, f"at most {MAX_PATH_BYTES} bytes")
+    return cwd
+
+
+def check_env(env: Mapping[str, str] | None) -> dict[str, str]:
+    """Variables have names of letters, digits and `_`, and values of at most 128 KiB without NUL."""
+    checked: dict[str, str] = {}
+    for key, value in (env or {}).items():
+        if not isinstance(key, str) or not _VARIABLE.fullmatch(key):
+            raise Invalid.argument("env", key, "a variable's name is [A-Za-z_][A-Za-z0-9_]*")
+        if not isinstance(value, str):
+            raise Invalid.argument(f"env[{key!r}]", value, "a variable's value is str")
+        _check_text(f"env[{key!r}]", value, len(key) + 1)
+        checked[key] = value
+    return checked
+
+
+def check_stdin(stdin: object) -> bytes:
+    """Standard input is bytes, or text that is sent as UTF-8; None is empty."""
+    if stdin is None:
+        return b""
+    if isinstance(stdin, str):
+        return stdin.encode("utf-8", "surrogateescape")
+    if isinstance(stdin, bytes | bytearray | memoryview):
+        return bytes(stdin)
+    raise Invalid.argument("stdin", stdin, "bytes or str")
+
+
+def check_limits(timeout_s: object, cpus: object, memory_mib: object) -> Limits:
+    """Limits are positive numbers; a timeout is at most 24 h."""
+    timeout = _positive("timeout_s", timeout_s, f"more than 0 and at most {MAX_TIMEOUT_S:g} seconds")
+    if timeout > MAX_TIMEOUT_S:
+        raise Invalid.argument("timeout_s", timeout_s, f"more than 0 and at most {MAX_TIMEOUT_S:g} seconds")
+    return Limits(
+        timeout_s=timeout,
+        cpus=None if cpus is None else _positive("cpus", cpus, "a positive number of cores"),
+        memory_bytes=None
+        if memory_mib is None
+        else int(_positive("memory_mib", memory_mib, "a positive number") * (1 << 20)),
+    )
+
+
+def check_commit(policy: object) -> CommitPolicy:
+    """The commit policy is one of three words."""
+    for known in get_args(CommitPolicy):
+        if policy == known:
+            return known  # type: ignore[no-any-return]
+    raise Invalid.argument("commit", policy, 'one of "always", "on_success", "never"')
+
+
+def check_key(key: object) -> str | None:
+    """An idempotency key is 1 to 255 characters."""
+    if key is None:
+        return None
+    if not isinstance(key, str) or not 0 < len(key) <= 255:
+        raise Invalid.argument("idempotency_key", key, "1 to 255 characters")
+    return key
+
+
+def expand(command: str, items: Iterable[object]) -> list[str]:
+    """Put each item, quoted for the shell, where the command says `{}`; `{#}` is its number, from 1."""
+    check_command(command)
+    if "{}" not in command and "{#}" not in command:
+        raise Invalid.argument("command", command, "it must say {} where the item goes (or {#} for its number)")
+    parts = re.split(r"(\{\}|\{#\})", command)
+    expanded: list[str] = []
+    for number, item in enumerate(items, 1):
+        fill = {"{}": shlex.quote(str(item)), "{#}": str(number)}
+        expanded.append(check_command("".join(fill.get(part, part) for part in parts)))
+    return expanded
+
+
+def _positive(argument: str, value: object, allowed: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise Invalid.argument(argument, value, allowed)
+    return float(value)
+
+
+def _check_text(argument: str, value: str, extra: int = 0) -> None:
+    if "\0" in value:
+        raise Invalid.argument(argument, value, "no NUL bytes")
+    try:
+        size = len(value.encode("utf-8", "surrogateescape"))
+    except UnicodeEncodeError as error:
+        raise Invalid.argument(argument, value, "encodable as UTF-8") from error
+    if size + extra > MAX_ARGUMENT_BYTES:
+        raise Invalid.argument(
+            argument, value, f"at most {MAX_ARGUMENT_BYTES} bytes; pass more through stdin or a file"
+        )
