@@ -46,7 +46,7 @@ class Packer:
         self._store = store
         self._disk_id = disk_id
         self._runtime = runtime
-        self._tuning = tuning
+        self.tuning = tuning
         self._inline = inline
         self._open: dict[bool, PackBuilder] = {}
         self._pool: ThreadPoolExecutor | None = None
@@ -65,13 +65,13 @@ class Packer:
         if builder is None:
             builder = self._open[text] = PackBuilder(pack_id(self._runtime.token_bytes(16), text))
         ref = builder.add(frame, raw_length, digest)
-        if builder.size >= self._tuning.pack_bytes:
+        if builder.size >= self.tuning.pack_bytes:
             self._upload(self._open.pop(text))
         return ref
 
     def add_content(self, size: int, read: Callable[[int], bytes]) -> tuple[Ref, ...]:
         """Pack a file of about `size` bytes by calling `read(n)` for the next n bytes until it gives b""."""
-        tuning = self._tuning
+        tuning = self.tuning
         step = size if size <= tuning.small_file_bytes else tuning.extent_bytes
         refs: list[Ref] = []
         text = True
@@ -87,7 +87,7 @@ class Packer:
         rest = [builder for builder in self._open.values() if len(builder)]
         self._open.clear()
         blobs: dict[bytes, bytes] = {}
-        if self._inline and not self._uploads and sum(b.size for b in rest) <= self._tuning.inline_bytes:
+        if self._inline and not self._uploads and sum(b.size for b in rest) <= self.tuning.inline_bytes:
             blobs = {builder.id: builder.finish() for builder in rest}
         else:
             for builder in rest:

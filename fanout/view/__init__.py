@@ -1,1 +1,1 @@
-"""A mount made real on this host: immutable base and delta plus a private upper layer, and its diff."""
+"""Views: a disk's tree made real on a host, and what a command changed turned back into a commit."""

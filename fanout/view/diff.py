@@ -1,0 +1,376 @@
+"""The diff: what a command left in its writable layer, as the changes a commit makes.
+
+Owns reading overlayfs' layer format (whiteouts, opaque directories, redirects, copied-up files, its hard-link
+index) and comparing it with the tree the command saw. The layer is hostile: it is walked by descriptor, no link is
+followed, any depth. Knows nothing of how a layer was mounted or what becomes of the changes.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import msgspec
+
+from fanout.disk.data import Packer, Reader
+from fanout.disk.merge import Intent
+from fanout.disk.state import State
+from fanout.format.tree import DIR, FILE, HOLE, SYMLINK, Node, Ref, same_content
+from fanout.runtime import Runtime, system
+from fanout.view.content import Content, LocalFile, pack_files, same_bytes
+from fanout.view.local import Directories, is_whiteout, join, user_xattrs
+
+__all__ = ["Found", "diff_upper"]
+
+#: Overlayfs' notes: `trusted.` where root mounted it, `user.` in a user namespace.
+_NAMESPACES = ("trusted.overlay.", "user.overlay.")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The changes, in byte order of paths, and the paths that no disk can hold (sockets, devices, named pipes)."""
+
+    intents: list[Intent]
+    skipped: tuple[bytes, ...]
+
+
+class _File(NamedTuple):
+    """A regular file of the layer: where it appears on the disk, and where to read it."""
+
+    path: bytes
+    local: LocalFile
+    #: Where the tree has its bytes if the layer holds attributes only.
+    metacopy: bytes | None
+
+
+class _Directory(NamedTuple):
+    """A directory of the layer that waits for its turn.
+
+    `rel` is its path in the layer, `path` on the disk. `source` is the directory of the tree whose entries show
+    through, None if none do. `replaced`: the tree's own entries below `path` are gone unless seen again.
+    """
+
+    rel: bytes
+    path: bytes
+    source: bytes | None
+    replaced: bool
+    found: os.stat_result
+
+
+def diff_upper(
+    upper: str,
+    state: State,
+    packer: Packer,
+    reader: Reader,
+    *,
+    subdirectory: bytes = b"",
+    runtime: Runtime = system,
+) -> Found:
+    """Compare the layer in the directory `upper`, which lay over `subdirectory` of `state`, with that tree.
+
+    New contents go to `packer`. The processes that wrote the layer must be dead.
+    """
+    fd = os.open(upper, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        return _Diff(fd, state, subdirectory, packer, reader, runtime).run()
+    finally:
+        os.close(fd)
+
+
+class _Diff:
+    """One run of `diff_upper`: first the walk, which reads no contents, then the files, then the removals."""
+
+    def __init__(
+        self, root_fd: int, state: State, prefix: bytes, packer: Packer, reader: Reader, runtime: Runtime
+    ) -> None:
+        self._root_fd = root_fd
+        self._state = state
+        self._prefix = prefix
+        self._packer = packer
+        self._reader = reader
+        self._runtime = runtime
+        self._uid, self._gid = os.geteuid(), os.getegid()
+        self._directories = Directories(root_fd, unlock=True)
+        self._files: list[_File] = []
+        self._replaced: list[bytes] = []
+        self._seen: set[bytes] = set()
+        self._removed: dict[bytes, Node] = {}
+        self._changed: dict[bytes, Intent] = {}
+        self._skipped: list[bytes] = []
+
+    def run(self) -> Found:
+        try:
+            self._walk()
+        finally:
+            self._directories.close()
+        for root in self._replaced:
+            for path, node in self._state.below(root):
+                if path not in self._seen:
+                    self._removed[path] = node
+        self._take_files()
+        intents = [Intent(path, node, None) for path, node in self._removed.items()]
+        intents.extend(self._changed.values())
+        intents.sort(key=lambda intent: intent.path)
+        return Found(intents, tuple(self._skipped))
+
+    # -- the walk --------------------------------------------------------------------------------------------
+
+    def _walk(self) -> None:
+        root = _Directory(b"", self._prefix, self._prefix, False, os.fstat(self._root_fd))
+        self._compare_directory(root, self._root_fd)
+        stack = [root]
+        while stack:
+            stack.extend(self._visit(stack.pop()))
+
+    def _visit(self, directory: _Directory) -> list[_Directory]:
+        """Take one directory's entries; returns the directories among them."""
+        fd = self._directories.open(directory.rel)
+        inner: list[_Directory] = []
+        names: set[bytes] = set()
+        with os.scandir(fd) as entries:
+            listed = sorted((os.fsencode(e.name), e.name, e.stat(follow_symlinks=False)) for e in entries)
+        for name, local_name, found in listed:
+            names.add(name)
+            path = join(directory.path, name)
+            if stat.S_ISDIR(found.st_mode):
+                inner.append(self._enter(directory, name, found))
+            elif stat.S_ISREG(found.st_mode):
+                self._hides(path, directory.replaced)
+                self._take_file(directory, name, local_name, found, fd)
+            elif stat.S_ISLNK(found.st_mode):
+                self._hides(path, directory.replaced)
+                self._put(path, self._symlink(path, local_name, found, fd))
+            else:
+                if not is_whiteout(found):
+                    self._skipped.append(path)
+                self._gone(path, directory.replaced)
+        if directory.source is not None and (directory.replaced or directory.source != directory.path):
+            self._show_through(directory, names)
+        return inner
+
+    def _enter(self, parent: _Directory, name: bytes, found: os.stat_result) -> _Directory:
+        """Find out what shows through a directory of the layer, and compare its attributes."""
+        rel, path = join(parent.rel, name), join(parent.path, name)
+        fd = self._directories.open(rel)
+        notes = _notes(fd)
+        source: bytes | None
+        if notes.get("opaque") == b"y":
+            source = None
+        elif "redirect" in notes:
+            source = self._redirected(parent.source, notes["redirect"])
+        else:
+            source = join(parent.source, name) if parent.source is not None else None
+        if source is not None:
+            below = self._state.get(source)
+            if below is None or below.kind != DIR:
+                source = None
+        replaced = parent.replaced
+        if source != path and not replaced:
+            base = self._state.get(path)
+            if base is not None and base.kind == DIR:
+                self._replaced.append(path)
+                replaced = True
+        directory = _Directory(rel, path, source, replaced, found)
+        self._compare_directory(directory, fd)
+        return directory
+
+    def _redirected(self, source: bytes | None, redirect: bytes) -> bytes | None:
+        """Return where a renamed directory was: absolute in the mount, or a name beside it."""
+        if redirect.startswith(b"/"):
+            return join(self._prefix, redirect.strip(b"/"))
+        return join(source, redirect) if source is not None else None
+
+    def _compare_directory(self, directory: _Directory, fd: int) -> None:
+        path, found = directory.path, directory.found
+        self._seen.add(path)
+        base = self._state.get(path)
+        shaped = base if base is not None and base.kind == DIR else None
+        node = Node(
+            DIR, stat.S_IMODE(found.st_mode), found.st_mtime_ns,
+            uid=self._owner(found.st_uid, shaped, "uid"), gid=self._owner(found.st_gid, shaped, "gid"),
+            xattrs=user_xattrs(fd),
+        )  # fmt: skip
+        if shaped is None:
+            self._changed[path] = Intent(path, base, node)
+        elif (node.mode, node.uid, node.gid, node.xattrs) != (shaped.mode, shaped.uid, shaped.gid, shaped.xattrs):
+            self._changed[path] = Intent(path, shaped, node)
+        elif node.mtime_ns != shaped.mtime_ns:
+            # Changes below move the time forward; only a command that means it sets it back.
+            self._changed[path] = Intent(path, shaped, node, weak=node.mtime_ns > shaped.mtime_ns)
+
+    def _show_through(self, directory: _Directory, names: set[bytes]) -> None:
+        """Put what a renamed directory had in the tree under its new name: the same nodes, no data is read."""
+        source, path = directory.source, directory.path
+        assert source is not None
+        cut = len(source) + 1 if source else 0
+        for old, node in self._state.below(source):
+            rest = old[cut:]
+            if rest.partition(b"/")[0] not in names:
+                self._put(join(path, rest), node)
+
+    def _hides(self, path: bytes, replaced: bool) -> None:
+        """A name that is no directory stands at `path`: what the tree has below it is gone."""
+        if not replaced:
+            base = self._state.get(path)
+            if base is not None and base.kind == DIR:
+                self._removed.update(self._state.below(path))
+
+    def _gone(self, path: bytes, replaced: bool) -> None:
+        if not replaced:
+            base = self._state.get(path)
+            if base is not None:
+                self._hides(path, False)
+                self._removed[path] = base
+
+    def _put(self, path: bytes, node: Node) -> None:
+        self._seen.add(path)
+        base = self._state.get(path)
+        if base is None or not _equal(base, node):
+            self._changed[path] = Intent(path, base, node)
+
+    def _symlink(self, path: bytes, name: str, found: os.stat_result, fd: int) -> Node:
+        base = self._state.get(path)
+        return Node(
+            SYMLINK, stat.S_IMODE(found.st_mode) if base is None or base.kind != SYMLINK else base.mode,
+            found.st_mtime_ns, target=os.fsencode(os.readlink(name, dir_fd=fd)),
+            uid=self._owner(found.st_uid, base, "uid"), gid=self._owner(found.st_gid, base, "gid"),
+        )  # fmt: skip
+
+    def _owner(self, found: int, base: Node | None, which: str) -> int:
+        """Translate an owner: the process's own is what the disk says, or its root."""
+        if found != (self._uid if which == "uid" else self._gid):
+            return found
+        return int(getattr(base, which)) if base is not None else 0
+
+    # -- files -----------------------------------------------------------------------------------------------
+
+    def _take_file(self, directory: _Directory, name: bytes, local_name: str, found: os.stat_result, fd: int) -> None:
+        path = join(directory.path, name)
+        self._seen.add(path)
+        metacopy = None
+        if found.st_size and not found.st_blocks:
+            metacopy = self._metacopy(directory, name, local_name, fd)
+        self._files.append(_File(path, LocalFile(directory.rel, local_name, found, self._state.get(path)), metacopy))
+
+    def _metacopy(self, directory: _Directory, name: bytes, local_name: str, fd: int) -> bytes | None:
+        """Return where a file's bytes are if overlayfs copied up its attributes only."""
+        try:
+            file_fd = os.open(local_name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
+        except OSError:
+            return None
+        try:
+            notes = _notes(file_fd)
+        finally:
+            os.close(file_fd)
+        if "metacopy" not in notes:
+            return None
+        if "redirect" in notes:
+            return self._redirected(directory.source, notes["redirect"])
+        return join(directory.source, name) if directory.source is not None else None
+
+    def _take_files(self) -> None:
+        by_inode: dict[tuple[int, int], list[_File]] = {}
+        singles: list[list[_File]] = []
+        for file in self._files:
+            found = file.local.found
+            if found.st_nlink > 1:
+                names = by_inode.setdefault((found.st_dev, found.st_ino), [])
+                if not names:
+                    singles.append(names)
+                names.append(file)
+            else:
+                singles.append([file])
+        reuse = self._reusable()
+        firsts = [names[0].local for names in singles]
+        contents = pack_files(firsts, self._root_fd, self._packer, reuse, unlocking=True)
+        for names, content in zip(singles, contents, strict=True):
+            if content is not None:
+                self._put_file(names, content)
+
+    def _reusable(self) -> Mapping[bytes, Ref]:
+        """Index the stored runs that files of the layer may still hold: of what they replace, and of what is gone."""
+        nodes = [file.local.base for file in self._files]
+        nodes.extend(self._removed.values())
+        return {
+            ref.hash: ref
+            for node in nodes
+            if node is not None
+            for ref in node.data
+            if ref.length < 0 and ref.pack != HOLE
+        }
+
+    def _put_file(self, names: list[_File], content: Content) -> None:
+        """Record one file under all its names."""
+        first = names[0]
+        if first.metacopy is not None:
+            origin = self._state.get(first.metacopy)
+            if origin is not None and origin.kind == FILE:
+                content = Content(origin.data, origin.size, content.xattrs)
+        bases = {file.path: file.local.base for file in names}
+        found = first.local.found
+        if found.st_nlink > len(names):
+            bases.update(self._aliases(first.local.base, bases))
+        nodes = {path: self._file_node(base, found, content, first) for path, base in bases.items()}
+        if any(base is None or not _equal(base, nodes[path]) for path, base in bases.items()):
+            link = self._link_id(bases, found.st_nlink)
+            for path, node in nodes.items():
+                self._put(path, msgspec.structs.replace(node, link=link))
+
+    def _file_node(self, base: Node | None, found: os.stat_result, content: Content, first: _File) -> Node:
+        same = base if base is not None and base.kind == FILE else None
+        data = content.data
+        if same is not None and same.size == content.size and same.data != data and _has_parts(same):
+            blobs = self._state.blob_bytes()
+            if same_bytes(self._reader, blobs, same, self._root_fd, first.local):
+                data = same.data
+        return Node(
+            FILE, stat.S_IMODE(found.st_mode), found.st_mtime_ns, content.size, data,
+            uid=self._owner(found.st_uid, same, "uid"), gid=self._owner(found.st_gid, same, "gid"),
+            link=same.link if same is not None else b"", xattrs=content.xattrs,
+        )  # fmt: skip
+
+    def _aliases(self, base: Node | None, names: Mapping[bytes, Node | None]) -> Iterator[tuple[bytes, Node]]:
+        """Yield the other names of a file that overlayfs' index keeps together though the layer shows but some."""
+        if base is None or not base.link:
+            return
+        for path, node in self._state.below(self._prefix):
+            if node.link == base.link and path not in names and path not in self._removed:
+                intent = self._changed.get(path)
+                if path not in self._seen and (intent is None or intent.node is not None):
+                    yield path, node
+
+    def _link_id(self, bases: Mapping[bytes, Node | None], links: int) -> bytes:
+        """Choose the identity of a group of hard links: none for a single name, a fresh one for a new group."""
+        if len(bases) == 1:
+            return b""
+        known = {base.link if base is not None else b"" for base in bases.values()}
+        if len(known) == 1 and b"" not in known and links > len(bases):
+            return known.pop()
+        return self._runtime.token_bytes(16)
+
+
+def _notes(fd: int) -> dict[str, bytes]:
+    """Return overlayfs' own attributes of an open file or directory, by their last name."""
+    try:
+        names = os.listxattr(fd)
+    except OSError:
+        return {}
+    return {
+        name[len(space) :]: os.getxattr(fd, name) for name in names for space in _NAMESPACES if name.startswith(space)
+    }
+
+
+def _has_parts(node: Node) -> bool:
+    return any(ref.length >= 0 or ref.pack == HOLE for ref in node.data)
+
+
+def _equal(a: Node, b: Node) -> bool:
+    """Whether two nodes are the same to everyone who looks (directories: their times included)."""
+    return (
+        a.kind == b.kind
+        and (a.mode, a.mtime_ns, a.uid, a.gid, a.link, a.xattrs) == (b.mode, b.mtime_ns, b.uid, b.gid, b.link, b.xattrs)
+        and same_content(a, b)
+    )

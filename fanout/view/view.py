@@ -1,0 +1,304 @@
+"""A mount made real on a host: an immutable base, perhaps a delta, and a private writable layer.
+
+Owns which base a view rests on and when a new one is worth it. Knows nothing of engines beyond the value they
+are handed, and nothing of commits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+
+import msgspec
+
+from fanout.disk.data import Packer, Reader
+from fanout.disk.merge import Intent
+from fanout.disk.state import Difference, State
+from fanout.engine.base import Mount
+from fanout.errors import Invalid, NotFound
+from fanout.format.tree import DIR, Node, parents
+from fanout.view.cache import HostCache, Known, Lease, Scratch
+from fanout.view.diff import diff_upper
+from fanout.view.local import shown
+from fanout.view.materialise import materialise
+
+__all__ = ["View", "open_view"]
+
+#: A delta holds at most this many paths, or this part of the disk's files if that is more ...
+_DELTA_PATHS = 2000
+_DELTA_PART = 8
+#: ... and this many bytes of file content.
+_DELTA_BYTES = 64 << 20
+
+
+class View:
+    """One mount's directories. Close it when the command has ended and its changes have been taken.
+
+    `warm`: nothing had to be materialised. `skipped`: paths of the last diff that no disk can hold (sockets, devices,
+    named pipes). Blocking; use from one thread at a time.
+    """
+
+    def __init__(
+        self, cache: HostCache, reader: Reader, state: State, subdirectory: bytes, lowers: list[str],
+        leases: list[Lease], scratch: Scratch | None,
+    ) -> None:  # fmt: skip
+        self._cache = cache
+        self._reader = reader
+        self._state = state
+        self._subdirectory = subdirectory
+        self._lowers = tuple(lowers)
+        self._leases = leases
+        self._scratch = scratch
+        self.warm = all(lease.warm for lease in leases)
+        self.skipped: tuple[bytes, ...] = ()
+
+    def mount(self, target: str) -> Mount:
+        """Return what an engine needs to show this view at `target`."""
+        if self._scratch is None:
+            return Mount(target, self._lowers)
+        return Mount(target, self._lowers, self._scratch.upper, self._scratch.work)
+
+    def intents(self, packer: Packer) -> list[Intent]:
+        """Return what the command changed, its new contents packed; only after all its processes are dead."""
+        if self._scratch is None:
+            return []
+        found = diff_upper(
+            self._scratch.upper, self._state, packer, self._reader,
+            subdirectory=self._subdirectory, runtime=self._cache.runtime,
+        )  # fmt: skip
+        self.skipped = found.skipped
+        return found.intents
+
+    def close(self) -> None:
+        """Drop the private layer (in the background) and let go of the base; repeating it is harmless."""
+        scratch, self._scratch = self._scratch, None
+        if scratch is not None:
+            self._cache.discard(scratch.path)
+        for lease in self._leases:
+            lease.release()
+
+    def __enter__(self) -> View:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def open_view(
+    cache: HostCache, reader: Reader, state: State, *, disk_id: str, subdirectory: bytes = b"", writable: bool
+) -> View:
+    """Make the tree of `state` (or one directory of it) ready to be mounted.
+
+    `NotFound` or `Invalid` for a subdirectory that is not there or not a directory; `Unavailable` where the cache is
+    full; `Corrupt` for stored bytes that are not what they should be.
+    """
+    root = _root(state, subdirectory)
+    leases: list[Lease] = []
+    scratch: Scratch | None = None
+    try:
+        lowers = _layers(cache, reader, state, disk_id, subdirectory, leases)
+        if writable:
+            scratch = cache.scratch()
+            _dress(scratch.upper, root)
+        return View(cache, reader, state, subdirectory, lowers, leases, scratch)
+    except BaseException:
+        if scratch is not None:
+            cache.discard(scratch.path)
+        for lease in leases:
+            lease.release()
+        raise
+
+
+def _root(state: State, subdirectory: bytes) -> Node:
+    """Return the node of the view's root; refuses what is not a directory of the tree."""
+    if subdirectory and any(part in (b"", b".", b"..") or b"\0" in part for part in subdirectory.split(b"/")):
+        raise Invalid.argument("subdirectory", subdirectory, "names joined by '/', without '.', '..' or empty ones")
+    node = state.get(subdirectory)
+    if node is None:
+        raise NotFound(f"subdirectory {shown(subdirectory)} does not exist")
+    if node.kind != DIR:
+        raise Invalid.argument("subdirectory", subdirectory, "a directory; this is a file or a link")
+    return node
+
+
+def _dress(path: str, root: Node) -> None:
+    """Give a layer's root directory the attributes of the view's root: it is what the command sees."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for name, value in root.xattrs:
+            if name.startswith(b"user.") and not name.startswith(b"user.overlay."):
+                os.setxattr(fd, name, value)
+        os.fchmod(fd, root.mode)
+        os.utime(fd, ns=(root.mtime_ns, root.mtime_ns))
+    finally:
+        os.close(fd)
+
+
+# -- which layers ------------------------------------------------------------------------------------------------
+
+
+def _layers(
+    cache: HostCache, reader: Reader, state: State, disk_id: str, subdirectory: bytes, leases: list[Lease]
+) -> list[str]:
+    """Lease a base and, where it differs from `state`, a delta; returns their directories, lowest first."""
+    wanted = tree_identity(state)
+    for scope in dict.fromkeys((b"", subdirectory)):
+        if cache.has("base", _base_id(wanted, scope)):
+            base = Known(wanted, state)
+            leases.append(_lease_base(cache, reader, base, disk_id, scope))
+            return [_inside(leases[-1], scope, subdirectory)]
+    for scope in dict.fromkeys((b"", subdirectory)):
+        for base in _candidates(cache, state, disk_id, scope):
+            changed = _small_difference(base.state, state, scope)
+            if changed is None:
+                continue
+            leases.append(_lease_base(cache, reader, base, disk_id, scope))
+            return _with_delta(cache, reader, base, state, wanted, changed, scope, subdirectory, leases)
+    base = _new_base(state, wanted)
+    leases.append(_lease_base(cache, reader, base, disk_id, subdirectory))
+    if base.identity == wanted:
+        return [leases[-1].path]
+    changed = list(_within(base.state.diff(state), subdirectory))
+    return _with_delta(cache, reader, base, state, wanted, changed, subdirectory, subdirectory, leases)
+
+
+def _candidates(cache: HostCache, state: State, disk_id: str, scope: bytes) -> Iterator[Known]:
+    for known in cache.known(disk_id, scope):
+        if cache.has("base", _base_id(known.identity, scope)):
+            yield known
+    if state.changes and cache.has("base", _base_id(state.root_id, scope)):
+        yield Known(state.root_id, _folded(state))
+
+
+def _new_base(state: State, wanted: str) -> Known:
+    """Choose the tree to materialise: the folded one, which other branches share, unless much came after it."""
+    changes = len(state.changes)
+    if changes and changes <= _path_limit(state) and state.snap.pages:
+        return Known(state.root_id, _folded(state))
+    return Known(wanted, state)
+
+
+def _folded(state: State) -> State:
+    return State(state.pages, state.snap, state.snap.seq, {}, {})
+
+
+def _path_limit(state: State) -> int:
+    return max(_DELTA_PATHS, state.snap.files // _DELTA_PART)
+
+
+def _small_difference(base: State, state: State, scope: bytes) -> list[Difference] | None:
+    """Return what differs between two trees, or None if that is too much for a delta."""
+    shared = {page.hash for page in base.snap.pages} & {page.hash for page in state.snap.pages}
+    apart = sum(page.count for tree in (base, state) for page in tree.snap.pages if page.hash not in shared)
+    if apart > 64 * _path_limit(state):
+        return None  # finding out would cost more than a new base
+    changed: list[Difference] = []
+    size = 0
+    for each in _within(base.diff(state), scope):
+        changed.append(each)
+        size += each.after.size if each.after is not None else 0
+        if len(changed) > _path_limit(state) or size > _DELTA_BYTES:
+            return None
+    return changed
+
+
+def _within(differences: Iterator[Difference], scope: bytes) -> Iterator[Difference]:
+    for each in differences:
+        if not scope or each.path == scope or each.path.startswith(scope + b"/"):
+            yield each
+
+
+def _lease_base(cache: HostCache, reader: Reader, base: Known, disk_id: str, scope: bytes) -> Lease:
+    state = base.state
+
+    def build(root_fd: int) -> int:
+        root = state.get(scope)
+        if root is None or root.kind != DIR:
+            root = _root(state, b"")  # the directory came later: an empty base
+        cut = len(scope) + 1 if scope else 0
+        entries = ((path[cut:], node) for path, node in state.below(scope))
+        return materialise(root_fd, root, entries, reader, state.blob_bytes()).space_bytes
+
+    lease = cache.lease("base", _base_id(base.identity, scope), build)
+    cache.remember(disk_id, scope, base)
+    return lease
+
+
+def _with_delta(
+    cache: HostCache, reader: Reader, base: Known, state: State, wanted: str, changed: list[Difference],
+    scope: bytes, subdirectory: bytes, leases: list[Lease],
+) -> list[str]:  # fmt: skip
+    """Add the delta to the base that was just leased; returns the layers that hold `subdirectory`."""
+    lowers = []
+    below = base.state.get(subdirectory)
+    if below is not None and below.kind == DIR:
+        lowers.append(_inside(leases[-1], scope, subdirectory))
+    if changed:
+        entries = _delta_entries(base.state, state, changed, scope)
+        root = state.get(scope)
+        assert root is not None
+
+        def build(root_fd: int) -> int:
+            return materialise(root_fd, root, entries, reader, state.blob_bytes()).space_bytes
+
+        identity = hashlib.sha256(f"{_base_id(base.identity, scope)} {wanted}".encode()).hexdigest()
+        leases.append(cache.lease("delta", identity, build))
+        inside = _inside(leases[-1], scope, subdirectory)
+        if os.path.lexists(inside):
+            lowers.append(inside)
+    return lowers
+
+
+def _delta_entries(
+    base: State, state: State, changed: list[Difference], scope: bytes
+) -> list[tuple[bytes, Node | None]]:
+    """Return what a layer over `base` must hold to show `state`: new nodes, whiteouts, and the directories above."""
+    entries: dict[bytes, Node | None] = {}
+    links = {each.after.link for each in changed if each.after is not None and each.after.link}
+    nodes = [(each.path, each.after) for each in changed]
+    if links:
+        # Hard links stay one file only if all its names are in the same layer.
+        nodes += [(path, node) for path, node in state.below(scope) if node.link in links]
+    for path, node in nodes:
+        if path == scope:
+            continue
+        above = list(_directories_above(state, path, scope))
+        if node is None and above and above[0][1] is None:
+            continue  # hidden by what happened to a directory above
+        for parent, parent_node in above:
+            if parent in entries:
+                break
+            entries[parent] = parent_node
+        entries[path] = node
+    cut = len(scope) + 1 if scope else 0
+    return [(path[cut:], entries[path]) for path in sorted(entries)]
+
+
+def _directories_above(state: State, path: bytes, scope: bytes) -> Iterator[tuple[bytes, Node | None]]:
+    """Yield the directories between `path` and `scope`, nearest first; a first None means `path`'s is none any more."""
+    for parent in parents(path):
+        if parent == scope:
+            return
+        node = state.get(parent)
+        yield parent, node if node is not None and node.kind == DIR else None
+
+
+def _inside(lease: Lease, scope: bytes, subdirectory: bytes) -> str:
+    rest = subdirectory[len(scope) :].lstrip(b"/")
+    return f"{lease.path}/{os.fsdecode(rest)}" if rest else lease.path
+
+
+def _base_id(identity: str, scope: bytes) -> str:
+    """Name a base: by its tree, and by the directory of it that was materialised."""
+    return f"{identity}-{hashlib.sha256(scope).hexdigest()[:16]}" if scope else identity
+
+
+def tree_identity(state: State) -> str:
+    """Return the identity of a whole tree: equal ones mean equal trees (64 hex digits)."""
+    if not state.changes:
+        return state.root_id
+    changes = [(path, state.changes[path][1]) for path in sorted(state.changes)]
+    digest = hashlib.sha256(state.root_id.encode())
+    digest.update(msgspec.msgpack.encode(changes))
+    return digest.hexdigest()
