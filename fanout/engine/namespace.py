@@ -65,7 +65,10 @@ class Spawner:
         self.options: tuple[str, ...] = ()
         self._numbers = itertools.count()
         self._free: deque[str] = deque()
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], object], Future[object]] | None] = queue.SimpleQueue()
+        self._used: deque[str] = deque()
+        self._closing = False
+        self._putting = threading.Lock()  # so that no job comes after the last one
+        self._jobs: queue.SimpleQueue[tuple[Child, Future[int]] | None] = queue.SimpleQueue()
         ready: Future[None] = Future()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="fanout-spawner", daemon=True)
         self._thread.start()
@@ -83,9 +86,12 @@ class Spawner:
 
         Raises `EngineUnavailable` where a mount or the start fails; then nothing stays mounted.
         """
-        pid = self._submit(lambda: self._spawn(child)).result()
-        assert isinstance(pid, int)
-        return pid
+        started: Future[int] = Future()
+        with self._putting:
+            if self._closing:
+                raise EngineUnavailable("the engine is closed")
+            self._jobs.put((child, started))
+        return started.result()
 
     def detach(self, points: Sequence[str]) -> None:
         """Drop these mount points from the private namespace, without waiting.
@@ -94,17 +100,15 @@ class Spawner:
         directories stay, for the next ones: removing one would unmount it in the sandbox too.
         """
         if points:
-            self._submit(lambda: self._detach(points))
+            self._used.extend(points)
+            self._jobs.put(None)
 
     def close(self) -> None:
         """End the thread; the kernel kills what it started and drops what it mounted."""
-        self._jobs.put(None)
+        with self._putting:
+            self._closing = True
+            self._jobs.put(None)
         self._thread.join()
-
-    def _submit(self, job: Callable[[], object]) -> Future[object]:
-        future: Future[object] = Future()
-        self._jobs.put((job, future))
-        return future
 
     def _run(self, ready: Future[None]) -> None:
         try:
@@ -115,13 +119,19 @@ class Spawner:
         except BaseException as error:
             ready.set_exception(error)
             return
-        while (item := self._jobs.get()) is not None:
-            job, future = item
+        while True:
+            item = self._jobs.get()
+            self._detach_used()  # before all else: every mount here is copied, and listed, for every child to come
+            if item is None:
+                if self._closing:
+                    return
+                continue
+            child, started = item
             try:
-                future.set_result(job())
+                started.set_result(self._spawn(child))
             except BaseException as error:
-                future.set_exception(error)
-            del item, job, future
+                started.set_exception(error)
+            del item, child, started
 
     def _spawn(self, child: Child) -> int:
         try:
@@ -140,13 +150,15 @@ class Spawner:
                 start_new_session=True,
             )
         except OSError as error:
-            self._detach([point for point, _ in child.overlays])
+            self._used.extend(point for point, _ in child.overlays)
+            self._detach_used()
             raise EngineUnavailable(f"cannot start a sandbox: {error}") from error
         popen.returncode = 0  # the caller reaps the pid: keep Popen's finalizer from doing so
         return popen.pid
 
-    def _detach(self, points: Sequence[str]) -> None:
-        for point in points:
+    def _detach_used(self) -> None:
+        while self._used:
+            point = self._used.popleft()
             try:
                 _umount(point)
             except OSError:
@@ -176,6 +188,7 @@ def _enter_private_namespace() -> None:
         raise EngineUnavailable(f"cannot make a mount namespace: {os.strerror(ctypes.get_errno())}")
     try:
         _mount("none", "/", None, MS_REC | MS_PRIVATE, None)
+        _umount_below(MOUNT_ROOT)
         _mount("fanout", MOUNT_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "mode=0700")
     except OSError as error:
         raise EngineUnavailable(f"cannot prepare the mount namespace: {error}") from error
@@ -212,6 +225,15 @@ def _mount(source: str, target: str, kind: str | None, flags: int, data: str | N
     if _libc.mount(encoded[0], encoded[1], encoded[2], ctypes.c_ulong(flags), encoded[3]) != 0:
         number = ctypes.get_errno()
         raise OSError(number, f"mount {kind or 'flags'}: {os.strerror(number)}", target)
+
+
+def _umount_below(top: str) -> None:
+    """Drop the mounts below a directory (cgroups, bpf): each costs every sandbox a copy, and none can see them."""
+    with open("/proc/thread-self/mounts", encoding="utf-8", errors="surrogateescape") as file:
+        points = [line.split(" ")[1] for line in file]
+    for point in reversed(points):
+        if point.startswith(top + "/"):
+            _umount(point)
 
 
 def _umount(target: str) -> None:

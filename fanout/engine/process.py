@@ -192,7 +192,7 @@ class SandboxProcess(Process):
         if self._killed_s is not None:
             if now > self._killed_s + DEATH_S:
                 raise _Immortal(
-                    f"the sandbox's processes (init {self._init}) are still there {DEATH_S:.0f} s after they were killed"
+                    f"processes of the sandbox (init {self._init}) are still there {DEATH_S:.0f} s after the kill"
                 )
             return (self._killed_s + DEATH_S - now) * 1000 + 1
         timeout_s = self._spec.limits.timeout_s

@@ -49,7 +49,8 @@ WRITTEN = {
     "group": "root:x:0:\nnogroup:x:65534:\n",
     "hosts": "127.0.0.1\tlocalhost fanout\n::1\tlocalhost\n",
     "hostname": "fanout\n",
-    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files dns\nnetworks: files\nprotocols: files\nservices: files\n",
+    "nsswitch.conf": "".join(f"{kind}: files\n" for kind in ("passwd", "group", "networks", "protocols", "services"))
+    + "hosts: files dns\n",
 }
 
 

@@ -1,0 +1,107 @@
+"""The engine contract: the conformance suite of fanout.engine.check on every engine this machine can run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fanout
+from fanout.engine.base import Engine
+from fanout.engine.bubblewrap import BubblewrapEngine
+from fanout.engine.check import CHECKS, Bench, Check
+from fanout.errors import EngineUnavailable
+
+NOBODY = 65534
+
+
+@pytest.fixture(scope="module", params=["bubblewrap-kernel", "bubblewrap-bwrap"])
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    overlay = request.param.removeprefix("bubblewrap-")
+    made = BubblewrapEngine(overlay=overlay)
+    try:
+        made.probe()
+    except EngineUnavailable as error:
+        made.close()
+        pytest.skip(f"{request.param} does not run here: {error}")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_conformance(check: Check, engine: Engine, tmp_path: Path) -> None:
+    check(Bench(engine, tmp_path))
+
+
+def test_there_is_an_engine_to_check() -> None:
+    """Without this, a machine on which every engine is skipped would pass."""
+    engine = BubblewrapEngine()
+    engine.probe()
+    engine.close()
+
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from fanout.engine.bubblewrap import BubblewrapEngine
+from fanout.engine.check import CHECKS, failures
+engine = BubblewrapEngine()
+engine.probe()
+print(json.dumps({"prefix": engine.xattr_prefix, "checks": len(CHECKS), "failures": failures(engine, Path(sys.argv[1]))}))
+engine.close()
+"""
+
+
+def _interpreter_for_nobody(path: list[str]) -> str | None:
+    """Return an interpreter that an unprivileged user can run with the package on its path."""
+    here = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    for candidate in (sys.executable, f"/usr/bin/{here}", f"/usr/local/bin/{here}"):
+        try:
+            tried = subprocess.run(
+                [candidate, "-c", "import fanout.engine.bubblewrap"],
+                env={"PYTHONPATH": os.pathsep.join(path)},
+                cwd="/",
+                user=NOBODY,
+                group=NOBODY,
+                extra_groups=[],
+                capture_output=True,
+            )
+        except OSError:
+            continue
+        if tried.returncode == 0:
+            return candidate
+    return None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody without any rights")
+def test_conformance_as_a_user_without_any_rights() -> None:
+    package = str(Path(fanout.__file__).parent.parent)
+    path = [package, *(entry for entry in sys.path if "site-packages" in entry)]
+    python = _interpreter_for_nobody(path)
+    if python is None:
+        pytest.skip("no interpreter of this version is readable for an unprivileged user")
+    scratch = tempfile.mkdtemp(dir="/tmp", prefix="fanout-nobody-")
+    try:
+        os.chown(scratch, NOBODY, NOBODY)
+        done = subprocess.run(
+            [python, "-c", SCRIPT, scratch],
+            env={"PYTHONPATH": os.pathsep.join(path)},
+            cwd="/",
+            user=NOBODY,
+            group=NOBODY,
+            extra_groups=[],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    finally:
+        shutil.rmtree(scratch)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"prefix": "user.overlay.", "checks": len(CHECKS), "failures": {}}
