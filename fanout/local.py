@@ -113,7 +113,8 @@ class LocalFanout(Fanout):
                 yield event
 
     async def _exec(self, command: str, options: Mapping[str, Any]) -> Run:
-        return await self._executor.run(await self._job(command, options))
+        job = await self._job(command, options)
+        return await self._executor.run(job)
 
     async def _job(self, command: str, options: Mapping[str, Any]) -> Job:
         """Check everything that can be checked, and resolve names, before anything starts."""

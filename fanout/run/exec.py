@@ -149,7 +149,7 @@ def execute(job: Job, host: Host, cancel: Cancel, emit: Emit | None, ran: Callab
         streams.flush()
         cancel.check()
         returned_s = clock()
-        commits, failure = _commit_all(job, exit, mounted, ran)
+        commits, failure = _commit_all(job, exit, mounted, host, ran)
         done_s = clock()
     timing = Timing(
         queue_ms=(exit.started_s - job.arrived_s) * 1e3,
@@ -237,7 +237,7 @@ def _spec(job: Job, mounted: Sequence[_Mounted], host: Host) -> Spec:
 
 
 def _commit_all(
-    job: Job, exit: Exit, mounted: Sequence[_Mounted], ran: Callable[[], None]
+    job: Job, exit: Exit, mounted: Sequence[_Mounted], host: Host, ran: Callable[[], None]
 ) -> tuple[dict[str, RunCommit], FanoutError | None]:
     """Commit the mounts one after the other; returns what landed and the error that stopped the rest, if one did."""
     wanted = job.commit == "always" or (
@@ -247,7 +247,7 @@ def _commit_all(
     proposals: list[tuple[_Mounted, Proposal]] = []
     for each in mounted:
         if wanted and each.mount.mode != "read_only":
-            proposal = _propose(job, each)
+            proposal = _propose(job, each, host)
             if proposal.intents:
                 proposals.append((each, proposal))
     ran()
@@ -259,7 +259,7 @@ def _commit_all(
     return results, None
 
 
-def _propose(job: Job, each: _Mounted) -> Proposal:
+def _propose(job: Job, each: _Mounted, host: Host) -> Proposal:
     """Turn what the command left in the upper layer into a proposal, its data made durable."""
     packer = each.mount.disk.packer()
     try:
@@ -277,6 +277,7 @@ def _propose(job: Job, each: _Mounted) -> Proposal:
         author=job.author,
         message=job.command,
         exec_id=job.id,
+        age_s=host.runtime.monotonic() - job.arrived_s,
     )
 
 
