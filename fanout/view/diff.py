@@ -127,10 +127,9 @@ class _Diff:
 
     def _visit(self, directory: _Directory) -> list[_Directory]:
         """Take one directory's entries; returns the directories among them."""
-        fd = self._directories.open(directory.rel)
         inner: list[_Directory] = []
         names: set[bytes] = set()
-        with os.scandir(fd) as entries:
+        with os.scandir(self._directories.open(directory.rel)) as entries:
             listed = sorted((os.fsencode(e.name), e.name, e.stat(follow_symlinks=False)) for e in entries)
         for name, local_name, found in listed:
             names.add(name)
@@ -139,10 +138,10 @@ class _Diff:
                 inner.append(self._enter(directory, name, found))
             elif stat.S_ISREG(found.st_mode):
                 self._hides(path, directory.replaced)
-                self._take_file(directory, name, local_name, found, fd)
+                self._take_file(directory, name, local_name, found)
             elif stat.S_ISLNK(found.st_mode):
                 self._hides(path, directory.replaced)
-                self._put(path, self._symlink(path, local_name, found, fd))
+                self._put(path, self._symlink(directory, path, local_name, found))
             else:
                 if not is_whiteout(found):
                     self._skipped.append(path)
@@ -231,11 +230,12 @@ class _Diff:
         if base is None or not _equal(base, node):
             self._changed[path] = Intent(path, base, node)
 
-    def _symlink(self, path: bytes, name: str, found: os.stat_result, fd: int) -> Node:
+    def _symlink(self, directory: _Directory, path: bytes, name: str, found: os.stat_result) -> Node:
         base = self._state.get(path)
+        target = os.fsencode(os.readlink(name, dir_fd=self._directories.open(directory.rel)))
         return Node(
             SYMLINK, stat.S_IMODE(found.st_mode) if base is None or base.kind != SYMLINK else base.mode,
-            found.st_mtime_ns, target=os.fsencode(os.readlink(name, dir_fd=fd)),
+            found.st_mtime_ns, target=target,
             uid=self._owner(found.st_uid, base, "uid"), gid=self._owner(found.st_gid, base, "gid"),
         )  # fmt: skip
 
@@ -247,18 +247,19 @@ class _Diff:
 
     # -- files -----------------------------------------------------------------------------------------------
 
-    def _take_file(self, directory: _Directory, name: bytes, local_name: str, found: os.stat_result, fd: int) -> None:
+    def _take_file(self, directory: _Directory, name: bytes, local_name: str, found: os.stat_result) -> None:
         path = join(directory.path, name)
         self._seen.add(path)
         metacopy = None
         if found.st_size and not found.st_blocks:
-            metacopy = self._metacopy(directory, name, local_name, fd)
+            metacopy = self._metacopy(directory, name, local_name)
         self._files.append(_File(path, LocalFile(directory.rel, local_name, found, self._state.get(path)), metacopy))
 
-    def _metacopy(self, directory: _Directory, name: bytes, local_name: str, fd: int) -> bytes | None:
+    def _metacopy(self, directory: _Directory, name: bytes, local_name: str) -> bytes | None:
         """Return where a file's bytes are if overlayfs copied up its attributes only."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            file_fd = os.open(local_name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
+            file_fd = os.open(local_name, flags, dir_fd=self._directories.open(directory.rel))
         except OSError:
             return None
         try:

@@ -124,6 +124,7 @@ class _Build:
         self._running: list[Future[None]] = []
         self._failure: BaseException | None = None
         self.files = 0
+        self.content = 0
         self.space = 0
 
     # -- what the caller's thread does -----------------------------------------------------------------------
@@ -135,6 +136,7 @@ class _Build:
         if parent not in self._directories:
             raise Corrupt(f"{shown(path)}: what it lies in is not a directory")
         self.files += 1
+        self.content += node.size if node is not None else 0
         self.space += _INODE_BYTES
         try:
             if node is None:
@@ -242,7 +244,7 @@ class _Build:
                 self._pool = ThreadPoolExecutor(_THREADS, "fanout-view")
             self._running.append(self._pool.submit(self._work, piece, frames))
         if self._progress:
-            self._progress(self.files, self.space)
+            self._progress(self.files, self.content)
 
     def finish(self, root: Node) -> Written:
         self._flush()
@@ -266,7 +268,7 @@ class _Build:
         except OSError as error:
             raise host_error(error, shown(path)) from error
         if self._progress:
-            self._progress(self.files, self.space)
+            self._progress(self.files, self.content)
         return Written(self.files, max(self.space, 0))
 
     def close(self) -> None:
