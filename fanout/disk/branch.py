@@ -14,20 +14,23 @@ from dataclasses import dataclass, field
 
 from fanout.config import Tuning
 from fanout.disk.fold import fold
+from fanout.disk.load import load_state, newest_snap, spans
 from fanout.disk.log import Log
-from fanout.disk.merge import Intent, Policy, Rebased, rebase
+from fanout.disk.merge import Intent, Policy, Rebased, diverged, rebase
 from fanout.disk.state import Pages, State
-from fanout.errors import Conflict, Corrupt, FanoutError, NotFound
-from fanout.format import layout
+from fanout.errors import Conflict, FanoutError, NotFound, Unknown
 from fanout.format.entry import DELETED, TOUCHED, BranchRecord, Commit, Effect, Entry, Put
-from fanout.format.tree import Snap, decode_snap
+from fanout.format.tree import Snap
 from fanout.runtime import Runtime
 from fanout.store.base import Store
 
-__all__ = ["Branch", "Landed", "Proposal", "load_state"]
+__all__ = ["Branch", "Landed", "Proposal"]
 
-#: How many recent entries' touched paths are remembered, so that rebasing needs no request.
+#: How many recent entries' touched paths are remembered, so that rebasing needs no request; and how many paths.
 _RECENT_ENTRIES = 4096
+_RECENT_PATHS = 1 << 18
+#: How many earlier trees (of checkpoints, mostly) a branch keeps open.
+_PAST_STATES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,10 @@ class Proposal:
     """One commit that wants to land: what to change, what it had seen, and by which policy it meets others.
 
     `base_seq` None means it has seen the tail (plain object calls). `blobs` are its new inline packs; `seen_blobs`
-    those of the tree it started from, of which its nodes may still refer to some.
+    those of the tree it started from, which MUST be given if any node in `intents` comes from that tree: a fold may
+    have let go of them since. A merge names what it brings in (`merged_uuid`, `merged_seq`); it is three-way: a path
+    that does not hold what its intent saw is in the way, whatever the log says. `age_s` is how long
+    ago its call arrived, which bounds how long it may be held for others.
     """
 
     intents: Sequence[Intent]
@@ -46,6 +52,7 @@ class Proposal:
     author: str = ""
     message: str = ""
     exec_id: str = ""
+    age_s: float = 0.0
     merged_uuid: str = ""
     merged_seq: int = 0
 
@@ -83,6 +90,7 @@ class Branch:
         pages: Pages,
         runtime: Runtime,
         tuning: Tuning,
+        state: State | None = None,
     ) -> None:
         self.name = name
         self.record = record
@@ -92,7 +100,8 @@ class Branch:
         self._pages = pages
         self._runtime = runtime
         self._tuning = tuning
-        self._state: State | None = None
+        self._state = state
+        self._past: OrderedDict[int, State] = OrderedDict()
         self._state_lock = threading.Lock()
         self._refresh_lock = threading.Lock()
         self._refresh_started = 0
@@ -102,7 +111,9 @@ class Branch:
         self._leading = False
         self._writers = 0
         self._touched: OrderedDict[int, dict[bytes, int]] = OrderedDict()
+        self._touched_paths = 0
         self._folder: threading.Thread | None = None
+        self._looked_at = 0
 
     @property
     def uuid(self) -> str:
@@ -133,20 +144,44 @@ class Branch:
                     self._state = self._state or fresh
             else:
                 self._advance(list(self.log.after(state.seq)))
+                if self._state is not state:
+                    self._adopt_if_far(self.known())
             self._refresh_done = mine
             assert self._state is not None
             return self._state
 
     def at(self, seq: int) -> State:
         """Return the tree as it was right after entry `seq`; `NotFound` for one that is not there (yet)."""
-        state = self.known()
+        state = self.require(seq)
         if seq == state.seq:
             return state
+        past = self.held(seq)
+        if past is None:
+            past = load_state(self._store, self._disk_id, self.record, self._pages, self._runtime, seq)
+            with self._state_lock:
+                self._past[seq] = past
+                while len(self._past) > _PAST_STATES:
+                    self._past.popitem(last=False)
+        return past
+
+    def require(self, seq: int) -> State:
+        """Return the newest known tree after making sure that entry `seq` exists; `NotFound`."""
+        state = self.known()
         if seq > state.seq:
             state = self.refresh()
         if seq > state.seq or seq < 0:
             raise NotFound(f"branch {self.name!r} has no commit {seq}; its newest is {state.seq}")
-        return load_state(self._store, self._disk_id, self.record, self._pages, self._runtime, seq)
+        return state
+
+    def held(self, seq: int) -> State | None:
+        """Return the tree at `seq` if this process has it open, without any request."""
+        with self._state_lock:
+            if self._state is not None and self._state.seq == seq:
+                return self._state
+            past = self._past.get(seq)
+            if past is not None:
+                self._past.move_to_end(seq)
+            return past
 
     def history(self, after: int, until: int) -> Iterator[Entry]:
         """Yield the entries after < seq <= until of this branch and of the lineage it grew from, in order."""
@@ -190,8 +225,14 @@ class Branch:
         with self._queue_changed:
             self._queue.append(mine)
             self._queue_changed.notify_all()
-        while self._lead_or_wait(mine):
-            pass
+        try:
+            while self._lead_or_wait(mine):
+                pass
+        except BaseException:
+            with self._queue_changed:  # interrupted: nobody is to commit it later
+                if mine in self._queue:
+                    self._queue.remove(mine)
+            raise
         if mine.error is not None:
             raise mine.error
         assert mine.landed is not None
@@ -205,9 +246,11 @@ class Branch:
             if mine.done:
                 return False
             self._leading = True
-            self._gather()
-            batch = self._take()
+        batch: list[_Waiting] = []
         try:
+            with self._queue_changed:
+                self._gather()
+                batch = self._take()
             self._commit_group(batch)
         finally:
             with self._queue_changed:
@@ -218,15 +261,22 @@ class Branch:
         return not mine.done
 
     def _gather(self) -> None:
-        """Hold the group open while announced writers keep arriving, for a bounded time."""
+        """Hold the group open while announced writers keep arriving, as long as its first member can afford.
+
+        That is twice the time it has taken so far: calls that started together then need a number of entries that
+        grows with the logarithm of how far apart they end, and no call takes more than three times as long.
+        """
+        tuning = self._tuning
+        age_s = self._queue[0].proposal.age_s if self._queue else 0.0
+        gap_s = min(max(tuning.group_gap_s, age_s / 4), 4 * tuning.group_gap_s)
         now = self._runtime.monotonic()
-        deadline, quiet_at = now + self._tuning.group_wait_s, now + self._tuning.group_gap_s
-        while len(self._queue) < min(self._writers, self._tuning.group_commits) and now < min(deadline, quiet_at):
+        deadline, quiet_at = now + min(2 * age_s, tuning.group_wait_s), now + gap_s
+        while len(self._queue) < min(self._writers, tuning.group_commits) and now < min(deadline, quiet_at):
             before = len(self._queue)
             self._queue_changed.wait(min(deadline, quiet_at) - now)
             now = self._runtime.monotonic()
             if len(self._queue) > before:
-                quiet_at = now + self._tuning.group_gap_s
+                quiet_at = now + gap_s
 
     def _take(self) -> list[_Waiting]:
         size = count = 0
@@ -245,20 +295,25 @@ class Branch:
 
             def build(seq: int, write_id: bytes) -> Entry | None:
                 landed.clear()
-                entry = self._build(batch, seq, write_id, landed)
-                return entry
+                return self._build(batch, seq, write_id, landed)
 
             entry = self.log.append(state.seq, build, self._advance)
+            was_due = self._fold_due(self.known())
             if entry is not None:
                 self._advance([entry])
             for waiting, outcome in landed:
                 waiting.landed = outcome
                 waiting.error = None
-            self._maybe_fold()
+            if entry is not None:
+                self._maybe_fold(entry.seq, was_due)
         except BaseException as error:
+            failure = error if isinstance(error, Exception) else Unknown("interrupted while committing")
             for waiting in batch:
-                if waiting.error is None and waiting.landed is None:
-                    waiting.error = error
+                # A conflict may be with another of this group, and so stands only if that may have landed.
+                if waiting.landed is None and (waiting.error is None or not isinstance(failure, Unknown)):
+                    waiting.error = failure
+            if failure is not error:
+                raise
 
     def _build(
         self, batch: list[_Waiting], seq: int, write_id: bytes, landed: list[tuple[_Waiting, Landed]]
@@ -266,6 +321,7 @@ class Branch:
         """Rebase every proposal of a group onto the tail, one after the other; conflicts fall out of the group."""
         state = self.known()
         now_ns = self._runtime.now_ns()
+        changes = dict(state.changes)
         working = state
         commits: list[Commit] = []
         blobs: dict[bytes, bytes] = {}
@@ -281,7 +337,7 @@ class Branch:
             if result.conflicts:
                 waiting.error = Conflict([path.decode("utf-8", "surrogateescape") for path in result.conflicts])
                 continue
-            if not result.effects:
+            if not result.effects and not proposal.merged_uuid:
                 landed.append((waiting, Landed(None, (), now_ns)))
                 continue
             base_seq = state.seq if proposal.base_seq is None else proposal.base_seq
@@ -293,17 +349,21 @@ class Branch:
             blobs.update(_carried(result.effects, proposal.blobs, proposal.seen_blobs, state.blob_bytes()))
             landed.append((waiting, Landed(seq, result.effects, now_ns)))
             if len(batch) > 1:
-                working = _with_effects(working, result.effects)
+                for effect in result.effects:
+                    changes[effect.path] = (seq, effect.node if isinstance(effect, Put) else None)
+                working = State(state.pages, state.snap, state.seq, changes, state.blobs, state.merges)
                 grouped.update(_touched_by_effects(result.effects))
         return Entry(write_id, seq, now_ns, tuple(commits), blobs) if commits else None
 
     def _rebase(self, proposal: Proposal, tree: State, tail: int, grouped: Mapping[bytes, int]) -> Rebased:
-        touched: dict[bytes, int] = {}
+        if proposal.merged_uuid:
+            touched = diverged(proposal.intents, tree)
+            return rebase(proposal.intents, tree, touched, proposal.policy, identical_is_clean=True)
+        touched = {}
         if proposal.base_seq is not None:
             touched = self.touched(proposal.base_seq, tail)
             touched.update(grouped)
-        merging = bool(proposal.merged_uuid)
-        return rebase(proposal.intents, tree, touched, proposal.policy, identical_is_clean=merging)
+        return rebase(proposal.intents, tree, touched, proposal.policy)
 
     def _advance(self, entries: Sequence[Entry]) -> None:
         with self._state_lock:
@@ -313,37 +373,64 @@ class Branch:
                 return
             self._state = self._state.apply(news)
             for entry in news:
-                self._touched[entry.seq] = _touched_by(entry)
-            while len(self._touched) > _RECENT_ENTRIES:
-                self._touched.popitem(last=False)
+                self._touched[entry.seq] = paths = _touched_by(entry)
+                self._touched_paths += len(paths)
+            while len(self._touched) > _RECENT_ENTRIES or self._touched_paths > _RECENT_PATHS:
+                _, old = self._touched.popitem(last=False)
+                self._touched_paths -= len(old)
 
     # -- folding -------------------------------------------------------------------------------------------
 
-    def _maybe_fold(self) -> None:
-        state = self.known()
+    def _fold_due(self, state: State) -> bool:
         tuning = self._tuning
-        due = (
+        return (
             state.seq - state.folded_seq >= tuning.fold_entries
             or sum(len(data) for _, data in state.blobs.values()) >= tuning.fold_bytes
             or len(state.changes) >= tuning.fold_paths
         )
-        if due and (self._folder is None or not self._folder.is_alive()):
+
+    def _maybe_fold(self, seq: int, was_due: bool) -> None:
+        """Fold after writing entry `seq` if it is this writer's turn.
+
+        Of many processes on one branch the one whose entry made a fold due does it; if that one failed or died,
+        the writer of a certain later entry steps in. All others would only write the same tree again.
+        """
+        state = self.known()
+        if not self._fold_due(state):
+            return
+        mine = not was_due or (seq - state.folded_seq) % max(1, self._tuning.fold_entries // 4) == 0
+        if mine and (self._folder is None or not self._folder.is_alive()):
             self._folder = threading.Thread(target=self._fold_quietly, name="fanout-fold", daemon=True)
             self._folder.start()
 
     def _fold_quietly(self) -> None:
         try:
-            self.fold()
+            if self._fold_due(self._adopt(self.known())):
+                self.fold()
         except FanoutError:
-            pass  # nothing depends on a fold: the next commit tries again
+            pass  # nothing depends on a fold: a later commit tries again
 
     def fold(self) -> State:
         """Write the newest known tree as a snap, rewriting only touched pages; returns the tree resting on it."""
         state = self.known()
-        snap = fold(self._store, self._disk_id, self.uuid, state, self._runtime, self._tuning)
+        return self._rest_on(fold(self._store, self._disk_id, self.uuid, state, self._runtime, self._tuning))
+
+    def _adopt_if_far(self, state: State) -> None:
+        """Let go of changes that others have folded: who only reads would otherwise carry them for ever."""
+        step = self._tuning.fold_entries
+        if state.seq - state.folded_seq >= 2 * step and state.seq - self._looked_at >= step:
+            self._looked_at = state.seq
+            self._adopt(state)
+
+    def _adopt(self, state: State) -> State:
+        """Rest the known tree on the newest snap up to `state`, whoever wrote it. A listing, and a get if there is."""
+        snap = newest_snap(self._store, self._disk_id, self.uuid, state.seq, after=state.folded_seq)
+        return self.known() if snap is None else self._rest_on(snap)
+
+    def _rest_on(self, snap: Snap) -> State:
         with self._state_lock:
             assert self._state is not None
-            if snap.seq > self._state.folded_seq or self._state.snap.seq == 0:
+            if snap.seq > self._state.folded_seq:
                 self._state = self._state.onto(snap)
             return self._state
 
@@ -352,61 +439,6 @@ class Branch:
         folder = self._folder
         if folder is not None:
             folder.join()
-
-
-def spans(record: BranchRecord, until: int | None) -> Iterator[tuple[str, int, int | None]]:
-    """Yield (branch uuid, after, to), newest first: whose log holds which entries up to `until` (None: the tail)."""
-    chain: tuple[tuple[str, int | None], ...] = ((record.uuid, until), *record.lineage)
-    for place, (uuid, high) in enumerate(chain):
-        oldest = place + 1 == len(chain)
-        low = 0 if oldest else record.lineage[place][1]
-        if until is not None:
-            high = until if high is None else min(high, until)
-            if high <= low and not oldest:
-                continue  # the point is older than this branch
-        yield uuid, low, high
-
-
-def load_state(
-    store: Store, disk_id: str, record: BranchRecord, pages: Pages, runtime: Runtime, seq: int | None = None
-) -> State:
-    """Load a branch's tree at `seq` (None: the tail) from the newest snap at or before it and the log after."""
-    state = State(pages, Snap(0, (), 0, 0), 0, {}, {})
-    todo: list[tuple[str, int | None]] = []
-    for uuid, _, high in spans(record, seq):
-        todo.append((uuid, high))
-        snap = _newest_snap(store, disk_id, uuid, high)
-        if snap is not None:
-            state = State(pages, snap, snap.seq, {}, {})
-            break
-    for uuid, high in reversed(todo):
-        state = state.apply(Log(store, disk_id, uuid, runtime).after(state.seq, high))
-    return state
-
-
-def _newest_snap(store: Store, disk_id: str, uuid: str, until: int | None) -> Snap | None:
-    newest: str | None = None
-    for meta in store.list(layout.snap_prefix(disk_id, uuid)):
-        if until is not None and layout.seq_of_key(meta.key) > until:
-            break
-        newest = meta.key
-    if newest is None:
-        return None
-    try:
-        snap = decode_snap(store.get(newest), newest)
-    except NotFound as error:
-        raise Corrupt(f"{newest} was listed but cannot be read") from error
-    if snap.seq != layout.seq_of_key(newest):
-        raise Corrupt(f"{newest}: says it is the snap of {snap.seq}")
-    return snap
-
-
-def _with_effects(state: State, effects: Sequence[Effect]) -> State:
-    """The tree of a group under construction: `state` with effects that have no entry yet."""
-    changes = dict(state.changes)
-    for effect in effects:
-        changes[effect.path] = (state.seq + 1, effect.node if isinstance(effect, Put) else None)
-    return State(state.pages, state.snap, state.seq, changes, state.blobs)
 
 
 def _carried(effects: Sequence[Effect], *sources: Mapping[bytes, bytes]) -> dict[bytes, bytes]:

@@ -40,16 +40,14 @@ class Catalogue:
         if self._store.head(layout.name_key(name)) is not None:
             raise Exists(f"there is a disk called {name!r} already")
         self._probe()
-        record = DiskRecord(
-            f"dsk-{self._runtime.hex_id(16)}", name, self._runtime.now_ns(), ("create_only",)
-        )  # fmt: skip
-        main = BranchRecord(self._runtime.hex_id(32), (), record.created_ns)
-        create_record(self._store, layout.branch_key(record.id, layout.MAIN), encode_branch(main), "the id is taken")
+        main = BranchRecord(self._runtime.hex_id(32), (), self._runtime.now_ns())
+        record = DiskRecord(f"dsk-{self._runtime.hex_id(16)}", name, main.created_ns, ("create_only",), main.uuid)
         data = encode_disk(record)
-        create_record(self._store, layout.disk_key(record.id), data, "the id is taken")
+        self._create(layout.branch_key(record.id, layout.MAIN), encode_branch(main), "the id is taken")
+        self._create(layout.disk_key(record.id), data, "the id is taken")
         try:
             # Last: whoever finds the name finds a whole disk.
-            create_record(self._store, layout.name_key(name), data, f"there is a disk called {name!r} already")
+            self._create(layout.name_key(name), data, f"there is a disk called {name!r} already")
         except Exists:
             self._store.delete([layout.disk_key(record.id), layout.branch_key(record.id, layout.MAIN)])
             raise
@@ -77,9 +75,11 @@ class Catalogue:
         return (layout.name_of_key(meta.key, layout.CATALOGUE) for meta in self._store.list(layout.CATALOGUE))
 
     def delete(self, name_or_id: str) -> None:
-        """Delete a disk with all its history; `NotFound` if it is not there. Interrupted, it can be called again."""
+        """Delete a disk with all its history; `NotFound` if it is not there. Interrupted, it can be called again.
+
+        The name goes last: until then the disk can be found, and so deleted, and the name is not free.
+        """
         record = self.get(name_or_id).record
-        self._store.delete([layout.name_key(record.name)])
         with self._lock:
             self._open.pop(record.id, None)
         batch: list[str] = []
@@ -91,11 +91,15 @@ class Catalogue:
                 self._store.delete(batch)
                 batch = []
         self._store.delete([*batch, last])
+        self._store.delete([layout.name_key(record.name)])
 
     def close(self) -> None:
         """Wait for the background work of all opened disks."""
         for disk in list(self._open.values()):
             disk.close()
+
+    def _create(self, key: str, data: bytes, taken: str) -> None:
+        create_record(self._store, key, data, taken, self._runtime)
 
     def _probe(self) -> None:
         if not self._probed:

@@ -23,6 +23,8 @@ __all__ = ["Packed", "Packer", "Reader", "Slice"]
 
 #: Frames of one pack closer than this are fetched with one request.
 _COALESCE_GAP = 64 << 10
+#: Holes are handed out in pieces of this many zero bytes.
+_HOLE_CHUNK = 1 << 20
 #: A request is cut here, so that transfers run in parallel and memory stays bounded.
 _COALESCE_MAX = 8 << 20
 
@@ -176,8 +178,13 @@ class Reader:
         return b"".join(self.chunks(refs, blobs))
 
     def chunks(self, refs: Iterable[Ref], blobs: Mapping[bytes, bytes]) -> Iterator[bytes]:
-        """Yield a file's content run by run."""
+        """Yield a file's content run by run, long holes in pieces."""
         for ref in refs:
+            if ref.pack == HOLE:
+                zeros = bytes(min(ref.size, _HOLE_CHUNK))
+                for left in range(ref.size, 0, -_HOLE_CHUNK):
+                    yield zeros if left >= len(zeros) else zeros[:left]
+                continue
             raw = self.frame(ref, blobs)
             yield raw if ref.length < 0 else raw[ref.skip : ref.skip + ref.length]
 

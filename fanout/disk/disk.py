@@ -6,13 +6,14 @@ The deep module of this layer: everything above reaches trees and commits throug
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fanout.config import Tuning
-from fanout.disk.branch import Branch, Landed, Proposal, load_state
+from fanout.disk.branch import Branch, Landed, Proposal
 from fanout.disk.data import Packer, Reader
-from fanout.disk.merge import Intent, Policy
+from fanout.disk.load import lineage_at
+from fanout.disk.merge import Intent, Policy, intent_of
 from fanout.disk.paths import shown
 from fanout.disk.record import create_record
 from fanout.disk.state import Difference, Pages, State
@@ -78,6 +79,8 @@ class Disk:
             known = self._branches.get(name)
         if known is not None:
             return known
+        if name == layout.MAIN:
+            return self._open_branch(name, BranchRecord(self.record.main, (), self.record.created_ns))
         key = layout.branch_key(self.id, name)
         try:
             record = decode_branch(self._store.get(key), key)
@@ -107,29 +110,36 @@ class Disk:
     def create_checkpoint(
         self, name: str | None, branch: Branch, seq: int | None = None
     ) -> tuple[str, CheckpointRecord]:
-        """Name the branch's tree at `seq` (its tail now by default); `Exists` if the name is taken."""
+        """Name the branch's tree at `seq` (its tail now by default); `Exists`, and `NotFound` for a seq to come."""
         if name is None:
             name = f"cp-{self.runtime.hex_id(12)}"
         layout.check_name("name", name)
-        if name in (self._branches.keys() | {layout.MAIN}) or self._store.head(layout.branch_key(self.id, name)):
+        if name == layout.MAIN or self._store.head(layout.branch_key(self.id, name)):
             raise Exists(f"disk {self.name!r} has a branch called {name!r}; a checkpoint needs a name of its own")
-        if seq is None:
-            seq = branch.refresh().seq
+        seq = branch.refresh().seq if seq is None else self._existing(branch, seq)
         # A point at or before the fork lies on an ancestor's log; it is named by the branch all the same.
         record = CheckpointRecord(branch.uuid, seq, self.runtime.now_ns(), branch.name)
         self._create(layout.checkpoint_key(self.id, name), encode_checkpoint(record), f"checkpoint {name!r}")
         return name, record
 
     def create_branch(self, name: str, start: Point) -> Branch:
-        """Start a branch at a point; one small object, whatever the disk's size. `Exists` if the name is taken."""
+        """Start a branch at a point; one small object, whatever the disk's size.
+
+        `Exists` if the name is taken, `NotFound` for a point to come.
+        """
         layout.check_branch_name("name", name)
         if self._store.head(layout.checkpoint_key(self.id, name)):
             raise Exists(f"disk {self.name!r} has a checkpoint called {name!r}; a branch needs a name of its own")
-        seq = start.branch.refresh().seq if start.seq is None else start.seq
-        lineage = ((start.branch.uuid, seq), *start.branch.record.lineage)
+        seq = start.branch.refresh().seq if start.seq is None else self._existing(start.branch, start.seq)
+        lineage = lineage_at(start.branch.record, seq)
         record = BranchRecord(self.runtime.hex_id(32), lineage, self.runtime.now_ns())
         self._create(layout.branch_key(self.id, name), encode_branch(record), f"branch {name!r}")
-        return self._open_branch(name, record)
+        return self._open_branch(name, record, start.branch.held(seq))
+
+    @staticmethod
+    def _existing(branch: Branch, seq: int) -> int:
+        branch.require(seq)
+        return seq
 
     def point(self, at: str | int | None = None, branch: str = layout.MAIN) -> Point:
         """Resolve a branch name, checkpoint name or sequence number of `branch`; None is the branch's tail."""
@@ -167,14 +177,24 @@ class Disk:
         *,
         policy: Policy,
         blobs: dict[bytes, bytes] | None = None,
+        seen_blobs: Mapping[bytes, bytes] | None = None,
         base_seq: int | None = None,
         author: str = "",
         message: str = "",
     ) -> Landed:
-        """Commit intents to a branch's tail outside any exec. `Denied` for a point that is no tail."""
+        """Commit intents to a branch's tail outside any exec. `Denied` for a point that is no tail.
+
+        `seen_blobs` as in `Proposal`: give those of the tree that any node of the intents comes from.
+        """
         proposal = Proposal(
-            intents, policy, base_seq=base_seq, blobs=blobs or {}, author=author, message=message
-        )  # fmt: skip
+            intents,
+            policy,
+            base_seq=base_seq,
+            blobs=blobs or {},
+            seen_blobs=seen_blobs or {},
+            author=author,
+            message=message,
+        )
         return self.writable(point).commit(proposal)
 
     def writable(self, point: Point) -> Branch:
@@ -238,6 +258,8 @@ class Disk:
         node = state.get(source)
         if node is None:
             raise NotFound(f"disk {self.name!r} has no {shown(source)!r}")
+        if not source:
+            raise Invalid.argument("source", "/", "a path below the root of the disk")
         if target == source or target.startswith(source + b"/"):
             raise Invalid.argument("target", shown(target), "a place outside of what is moved")
         if state.get(target) is not None:
@@ -273,12 +295,14 @@ class Disk:
         if source.branch.uuid == into.uuid:
             raise Invalid.argument("branch", source.branch.name, f"another branch than {into.name!r} itself")
         theirs, ours = source.state(), into.refresh()
-        base_state, ours_base = self._merge_base(into, ours.seq, source.branch, theirs.seq)
-        intents = [Intent(*difference) for difference in base_state.diff(theirs)]
+        base = self._merge_base(into, ours, source.branch, theirs)
+        intents = [intent_of(*difference) for difference in base.diff(theirs)]
+        if not intents:
+            return Landed(None, (), self.runtime.now_ns())
         proposal = Proposal(
             intents,
             policies[on_conflict],
-            base_seq=ours_base,
+            base_seq=ours.seq,
             seen_blobs=theirs.blob_bytes(),
             author=author,
             message=f"merge {source.branch.name}",
@@ -290,22 +314,20 @@ class Disk:
         except Conflict as conflict:
             raise Conflict(conflict.paths, None, self.name) from None
 
-    def _merge_base(self, into: Branch, ours_seq: int, source: Branch, theirs_seq: int) -> tuple[State, int]:
-        """Find what both sides last had in common: the source's tree then, and `into`'s sequence number then."""
-        mine = dict(((into.uuid, ours_seq), *into.record.lineage))
-        for uuid, seq in ((source.uuid, theirs_seq), *source.record.lineage):
+    @staticmethod
+    def _merge_base(into: Branch, ours: State, source: Branch, theirs: State) -> State:
+        """Return a tree whose changes both sides hold, the newest that their merges and lineages tell of."""
+        brought = ours.merges.get(source.uuid)  # (source's number, ours then)
+        taken = theirs.merges.get(into.uuid)  # (ours, source's number then)
+        if taken is not None and (brought is None or taken[0] >= brought[1]):
+            return into.at(taken[0])
+        if brought is not None:
+            return source.at(brought[0])
+        mine = dict(((into.uuid, ours.seq), *into.record.lineage))
+        for uuid, seq in ((source.uuid, theirs.seq), *source.record.lineage):
             if uuid in mine:
-                fork = min(seq, mine[uuid])
-                break
-        else:
-            fork = 0
-        base_seq, ours_base = fork, fork
-        for entry in into.history(fork, ours_seq):
-            for commit in entry.commits:
-                if commit.merged_uuid == source.uuid:
-                    base_seq, ours_base = commit.merged_seq, entry.seq
-        record = source.record
-        return load_state(self._store, self.id, record, self._pages, self.runtime, base_seq), ours_base
+                return source.at(min(seq, mine[uuid], theirs.seq))
+        return source.at(0)
 
     # -- asking ---------------------------------------------------------------------------------------------
 
@@ -340,17 +362,17 @@ class Disk:
 
     # -- inside ---------------------------------------------------------------------------------------------
 
-    def _open_branch(self, name: str, record: BranchRecord) -> Branch:
+    def _open_branch(self, name: str, record: BranchRecord, state: State | None = None) -> Branch:
         with self._lock:
             branch = self._branches.get(name)
             if branch is None:
-                branch = Branch(self._store, self.id, name, record, self._pages, self.runtime, self.tuning)
+                branch = Branch(self._store, self.id, name, record, self._pages, self.runtime, self.tuning, state)
                 self._branches[name] = branch
             return branch
 
     def _create(self, key: str, data: bytes, what: str) -> None:
         """Store a named record; an answer that was lost is settled by reading back."""
-        create_record(self._store, key, data, f"disk {self.name!r} already has a {what}")
+        create_record(self._store, key, data, f"disk {self.name!r} already has a {what}", self.runtime)
 
     def _names(self, prefix: str) -> Iterator[str]:
         return (layout.name_of_key(meta.key, prefix) for meta in self._store.list(prefix))

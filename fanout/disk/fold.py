@@ -6,15 +6,16 @@ snap object is there nothing refers to what a fold wrote.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 
 from fanout.config import Tuning
 from fanout.disk.data import Packer
 from fanout.disk.state import State
-from fanout.errors import Exists
+from fanout.errors import Exists, NotFound, Unknown
 from fanout.format import layout
 from fanout.format.pack import is_text_pack
 from fanout.format.tree import (
@@ -34,6 +35,8 @@ from fanout.store.base import Store
 
 __all__ = ["fold"]
 
+_UPLOADS = 8
+
 Entries = list[tuple[bytes, Node]]
 
 
@@ -46,9 +49,13 @@ def fold(store: Store, disk_id: str, branch_uuid: str, state: State, runtime: Ru
     key = layout.snap_key(disk_id, branch_uuid, state.seq)
     try:
         store.create(key, encode_snap(snap))
-    except Exists:
+    except (Exists, Unknown) as error:
         # Another process folded at the same point: the same tree in other objects. Only its are referenced.
-        return decode_snap(store.get(key), key)
+        # Or it is our own, after a lost answer: either serves.
+        try:
+            return decode_snap(store.get(key), key)
+        except NotFound:
+            raise error from None
     return snap
 
 
@@ -79,25 +86,80 @@ def _write_pages(
 ) -> Snap:
     files = state.snap.files
     size = state.snap.bytes
-    pages: list[PageRef] = []
-    with ThreadPoolExecutor(8, "fanout-page") as pool:
-        uploads = []
+    with ThreadPoolExecutor(_UPLOADS, "fanout-page") as pool:
+        pages = _PageList(store, disk_id, state, tuning.page_entries, pool)
         for old, fresh in _regions(state, moved):
             if fresh is None:
                 assert old is not None
-                pages.append(old)
+                pages.keep(old)
                 continue
-            before = dict(state.pages.load(old)) if old is not None else {}
-            files += sum(n.kind != DIR for _, n in fresh) - sum(n.kind != DIR for n in before.values())
-            size += sum(n.size for _, n in fresh) - sum(n.size for n in before.values())
-            for part in split_pages(fresh, tuning.page_entries):
-                digest, data = encode_page(part)
-                pages.append(PageRef(part[0][0], digest, len(part), len(data)))
-                state.pages.remember(digest, tuple(part))
-                uploads.append(pool.submit(store.put, layout.page_key(disk_id, digest), data))
-        for upload in uploads:
-            upload.result()
-    return Snap(state.seq, tuple(pages), files, size)
+            before = state.pages.load(old) if old is not None else ()
+            files += sum(n.kind != DIR for _, n in fresh) - sum(n.kind != DIR for _, n in before)
+            size += sum(n.size for _, n in fresh) - sum(n.size for _, n in before)
+            pages.rewrite(fresh)
+        refs = pages.finish()
+    merges = tuple((uuid, brought, at) for uuid, (brought, at) in sorted(state.merges.items()))
+    return Snap(state.seq, refs, files, size, merges)
+
+
+class _PageList:
+    """The new snap's pages as they come, in order. Rewritten ones swallow small neighbours, so that a tree that
+    shrank does not keep its many pages.
+    """
+
+    def __init__(self, store: Store, disk_id: str, state: State, page_entries: int, pool: ThreadPoolExecutor) -> None:
+        self._store = store
+        self._disk_id = disk_id
+        self._pages = state.pages
+        self._page_entries = page_entries
+        self._small = page_entries // 4
+        self._pool = pool
+        self._uploads: deque[Future[None]] = deque()
+        self._done: list[PageRef] = []
+        self._pending: Entries = []
+
+    def keep(self, page: PageRef) -> None:
+        """Take over an unchanged page."""
+        if self._pending:
+            room = self._page_entries - len(self._pending)
+            if page.count <= room and min(page.count, len(self._pending)) <= self._small:
+                self._pending += self._pages.load(page)
+                return
+            self._flush()
+        self._done.append(page)
+
+    def rewrite(self, entries: Entries) -> None:
+        """Take a page's changed entries (none: it is gone)."""
+        if entries and not self._pending and self._done:
+            last = self._done[-1]
+            if last.count + len(entries) <= self._page_entries and min(last.count, len(entries)) <= self._small:
+                self._pending = list(self._pages.load(self._done.pop()))
+        elif self._pending and len(self._pending) > self._small and len(entries) > self._small:
+            self._flush()
+        self._pending += entries
+        while len(self._pending) > 8 * self._page_entries:
+            head, self._pending = self._pending[: 4 * self._page_entries], self._pending[4 * self._page_entries :]
+            self._write(head)
+
+    def finish(self) -> tuple[PageRef, ...]:
+        """Wait until all pages are stored and return them."""
+        self._flush()
+        while self._uploads:
+            self._uploads.popleft().result()
+        return tuple(self._done)
+
+    def _flush(self) -> None:
+        self._write(self._pending)
+        self._pending = []
+
+    def _write(self, entries: Entries) -> None:
+        for part in split_pages(entries, self._page_entries):
+            digest, data = encode_page(part)
+            self._done.append(PageRef(part[0][0], digest, len(part), len(data)))
+            self._pages.remember(digest, tuple(part))
+            if len(self._uploads) >= 2 * _UPLOADS:
+                self._uploads.popleft().result()
+            self._uploads.append(self._pool.submit(self._store.put, layout.page_key(self._disk_id, digest), data))
 
 
 def _regions(state: State, moved: Mapping[tuple[bytes, int], Ref]) -> Iterator[tuple[PageRef | None, Entries | None]]:

@@ -9,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from fanout.disk.record import ATTEMPTS, pause, read_back
 from fanout.errors import Corrupt, Exists, FanoutError, NotFound, Unavailable, Unknown
 from fanout.format import layout
 from fanout.format.entry import Entry, decode_entry, encode_entry
 from fanout.runtime import Runtime
-from fanout.store.base import ObjectMeta, Store
+from fanout.store.base import Store
 
 __all__ = ["Log"]
 
-#: How often an append is tried again after an answer that left nothing behind.
-_ATTEMPTS = 8
-_BACKOFF_S = 0.05
 _READ_PARALLEL = 16
 
 
@@ -44,23 +42,22 @@ class Log:
             raise Corrupt(f"{key}: says it is entry {entry.seq}")
         return entry
 
-    def after(self, seq: int, until: int | None = None) -> Iterator[Entry]:
-        """Yield the entries seq+1, seq+2, ... to the tail (or to `until`), in order.
+    def after(self, seq: int, until: int | None = None, *, far: bool = False) -> Iterator[Entry]:
+        """Yield the entries seq+1, seq+2, ... to the tail (or to `until`), in order; `Corrupt` for a hole.
 
-        One request when there is none; a listing and parallel reads when there are several. `Corrupt` for a hole.
+        To the tail: one get when there is none, two when there is one; a listing and parallel gets when there are
+        more. `far` expects many and begins with the listing. To `until`: one get each.
         """
-        if until is not None and until <= seq:
-            return
-        first = self.read(seq + 1)
-        if first is None:
-            if until is not None:
-                raise Corrupt(f"{self._key(seq + 1)} is missing, although the log goes on to {until}")
-            return
-        yield first
-        rest = [layout.seq_of_key(meta.key) for meta in self._list_after(seq + 1)]
-        if until is not None:
-            rest = [found for found in rest if found <= until]
-        yield from self._read_many(rest, seq + 2)
+        if until is None:
+            if not far:
+                for near in (seq + 1, seq + 2):
+                    entry = self.read(near)
+                    if entry is None:
+                        return
+                    yield entry
+                seq += 2
+            until = self._newest(seq)
+        yield from self._read_range(seq + 1, until)
 
     def append(
         self, tail: int, build: Callable[[int, bytes], Entry | None], advance: Callable[[Sequence[Entry]], None]
@@ -75,12 +72,13 @@ class Log:
         failure: FanoutError | None = None
         ambiguous = False
         attempt = 0
-        while entry is not None and attempt < _ATTEMPTS:
+        while entry is not None and attempt < ATTEMPTS:
+            if attempt:
+                pause(self._runtime, attempt)
+            attempt += 1
             try:
                 self._store.create(self._key(entry.seq), encode_entry(entry))
                 return entry
-            except Unavailable as error:
-                failure = error  # nothing was stored
             except (Exists, Unknown) as error:
                 failure = error
                 there = self._read_back(entry, error)
@@ -94,47 +92,41 @@ class Log:
                     attempt, ambiguous = 0, False
                     continue
                 ambiguous = ambiguous or isinstance(error, Unknown)
-            attempt += 1
-            self._runtime.sleep(self._runtime.uniform(0, _BACKOFF_S * 2**attempt))
+            except Unavailable as error:
+                failure = error  # nothing was stored
+            except FanoutError as error:
+                if not ambiguous:
+                    raise  # refused for good, and nothing was stored
+                failure, attempt = error, ATTEMPTS
         if entry is None:
             return None
         raise (Unknown if ambiguous else Unavailable)(
-            f"{self._store.url} did not store {self._key(entry.seq)} in {_ATTEMPTS} attempts: {failure}"
+            f"{self._store.url} did not store {self._key(entry.seq)}: {failure}"
         ) from failure
 
-    def _read_back(self, entry: Entry, failure: Exception) -> Entry | None:
-        """Learn what a failed or ambiguous create left behind; None means nothing."""
+    def _read_back(self, entry: Entry, failure: FanoutError) -> Entry | None:
         key = self._key(entry.seq)
-        for attempt in range(_ATTEMPTS):
-            if attempt:
-                self._runtime.sleep(self._runtime.uniform(0, _BACKOFF_S * 2**attempt))
-            try:
-                return self.read(entry.seq)
-            except Unavailable as error:
-                failure = error
-        raise Unknown(
-            f"{self._store.url} did not say whether it stored {key}, and it cannot be read back: {failure}"
-        ) from failure
+        return read_back(self._store, key, lambda: self.read(entry.seq), failure, self._runtime)
 
-    def _list_after(self, seq: int) -> Iterator[ObjectMeta]:
+    def _newest(self, seq: int) -> int:
+        """Return the newest sequence number after `seq`, or `seq`. A listing may leave out what comes meanwhile."""
         prefix = layout.log_prefix(self._disk_id, self._branch_uuid)
-        return self._store.list(prefix, start_after=self._key(seq))
+        keys = (meta.key for meta in self._store.list(prefix, start_after=self._key(seq)))
+        return max((layout.seq_of_key(key) for key in keys if layout.is_seq_key(key)), default=seq)
 
-    def _read_many(self, seqs: Sequence[int], expected: int) -> Iterator[Entry]:
-        for place, seq in enumerate(seqs):
-            if seq != expected + place:
-                raise Corrupt(f"{self._key(expected + place)} is missing, although {seq} exists")
-        if len(seqs) < 3:
-            yield from (self._must_read(seq) for seq in seqs)
+    def _read_range(self, first: int, last: int) -> Iterator[Entry]:
+        if last - first < 2:
+            yield from (self._must_read(seq, last) for seq in range(first, last + 1))
             return
         with ThreadPoolExecutor(_READ_PARALLEL, "fanout-log") as pool:
-            for start in range(0, len(seqs), 4 * _READ_PARALLEL):
-                yield from pool.map(self._must_read, seqs[start : start + 4 * _READ_PARALLEL])
+            for start in range(first, last + 1, 4 * _READ_PARALLEL):
+                some = range(start, min(start + 4 * _READ_PARALLEL, last + 1))
+                yield from pool.map(lambda seq: self._must_read(seq, last), some)
 
-    def _must_read(self, seq: int) -> Entry:
+    def _must_read(self, seq: int, last: int) -> Entry:
         entry = self.read(seq)
         if entry is None:
-            raise Corrupt(f"{self._key(seq)} was listed but cannot be read")
+            raise Corrupt(f"{self._key(seq)} is missing, although the log goes on to {last}")
         return entry
 
     def _key(self, seq: int) -> str:

@@ -17,9 +17,9 @@ from typing import Literal, Protocol
 import msgspec
 
 from fanout.format.entry import ADDED, ATTRIBUTES, MODIFIED, TOUCHED, Effect, Put, Remove
-from fanout.format.tree import DIR, Node, directory, parents, same_content
+from fanout.format.tree import DIR, Node, directory, parents, same_content, same_node
 
-__all__ = ["Intent", "Policy", "Rebased", "Tree", "rebase"]
+__all__ = ["Intent", "Policy", "Rebased", "Tree", "diverged", "intent_of", "rebase"]
 
 _ATTRIBUTES = ("mode", "uid", "gid", "xattrs")
 
@@ -42,7 +42,7 @@ class Policy(Enum):
 class Intent:
     """One path a commit wants changed: from `base` (what it saw, None: nothing) to `node` (None: removed).
 
-    `weak` marks a directory of which only the mtime moved, because names in it did: it never conflicts.
+    `weak` marks a node of which only the mtime moved (a directory's, because names in it did): it never conflicts.
     """
 
     path: bytes
@@ -69,6 +69,23 @@ class Rebased:
     conflicts: tuple[bytes, ...]
 
 
+def intent_of(path: bytes, before: Node | None, after: Node | None) -> Intent:
+    """Return the intent that turns `before` into `after`, weak if they differ in mtime only."""
+    weak = before is not None and after is not None and same_node(before, after, times=False)
+    return Intent(path, before, after, weak)
+
+
+def diverged(intents: Iterable[Intent], tree: Tree) -> dict[bytes, int]:
+    """Return the paths that do not hold in `tree` what the intents saw: what "touched" means to a three-way merge.
+
+    Comparing trees and not logs: a merge's base is a tree that no number on the target's log stands for. A moved
+    mtime alone is no divergence.
+    """
+    return {
+        intent.path: MODIFIED for intent in intents if not same_node(intent.base, tree.get(intent.path), times=False)
+    }
+
+
 def rebase(
     intents: Sequence[Intent],
     tree: Tree,
@@ -83,6 +100,7 @@ def rebase(
     """
     work = _Work(tree, touched, policy, identical_is_clean)
     strong = [i for i in intents if not i.weak]
+    work.see(intents)
     removals = sorted((i for i in strong if i.node is None), key=lambda i: i.path, reverse=True)
     for intent in removals:
         work.remove(intent)
@@ -103,9 +121,14 @@ class _Work:
         self._tree = tree
         self._touched = touched
         self._policy = policy
+        self._seen: dict[bytes, Node] = {}
         self._identical_is_clean = identical_is_clean
         self.effects: dict[bytes, Effect] = {}
         self.conflicts: set[bytes] = set()
+
+    def see(self, intents: Sequence[Intent]) -> None:
+        """Remember directories as the commit saw them, for those that have to be made again."""
+        self._seen = {i.path: i.node for i in intents if i.weak and i.node is not None and i.node.kind == DIR}
 
     def remove(self, intent: Intent) -> None:
         now = self._get(intent.path)
@@ -133,7 +156,8 @@ class _Work:
         ):
             return  # both made this directory: the first one's attributes stay
         if now is not None and now.kind == DIR and node.kind != DIR and self._has_children(intent.path):
-            self.conflicts.add(intent.path)  # entries that were never seen would be lost
+            if self._policy is not Policy.KEEP_THEIRS:
+                self.conflicts.add(intent.path)  # entries that were never seen would be lost
             return
         if self._policy is Policy.STRICT and now is not None and (now.kind == DIR) != (node.kind == DIR):
             self.conflicts.add(intent.path)
@@ -141,15 +165,22 @@ class _Work:
         if not self._may_change(intent, now) or not self._make_parents(intent.path, node.mtime_ns):
             return
         merged = self._merge(intent, node, now)
-        if merged != now:
+        if not same_node(merged, now):
             self.effects[intent.path] = Put(intent.path, merged, _change(now, merged))
 
     def touch(self, intent: Intent) -> None:
         now = self._get(intent.path)
-        if now is None or intent.node is None or now.kind != DIR or now.mtime_ns >= intent.node.mtime_ns:
+        if now is None or intent.node is None or now.kind != intent.node.kind:
+            return
+        if now.kind == DIR:
+            if now.mtime_ns >= intent.node.mtime_ns:
+                return
+        elif intent.path in self._touched or now.mtime_ns == intent.node.mtime_ns:
             return
         earlier = self.effects.get(intent.path)
-        change: Literal[0, 1, 2, 3] = earlier.change if isinstance(earlier, Put) else TOUCHED
+        change: Literal[0, 1, 2, 3] = TOUCHED if now.kind == DIR else ATTRIBUTES
+        if isinstance(earlier, Put):
+            change = earlier.change
         moved = msgspec.structs.replace(now, mtime_ns=intent.node.mtime_ns)
         self.effects[intent.path] = Put(intent.path, moved, change)
 
@@ -167,7 +198,7 @@ class _Work:
         """Apply the policy to one path; records the conflict."""
         if intent.path not in self._touched:
             return True
-        if self._identical_is_clean and now == intent.node:
+        if self._identical_is_clean and same_node(now, intent.node, times=False):
             return True
         return self._clash(intent.path)
 
@@ -191,7 +222,7 @@ class _Work:
             missing.append(parent)
         for parent in reversed(missing):
             before = self._get(parent)
-            made = directory(0o755, mtime_ns)
+            made = self._seen.get(parent, directory(0o755, mtime_ns))
             self.effects[parent] = Put(parent, made, _change(before, made))
         return True
 

@@ -6,6 +6,7 @@ commits are decided or stored.
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from bisect import bisect_left
 from collections import OrderedDict
@@ -16,16 +17,15 @@ from fanout.errors import Corrupt, NotFound
 from fanout.format import layout
 from fanout.format.entry import ADDED, ATTRIBUTES, DELETED, MODIFIED, Entry, Put
 from fanout.format.tree import (
-    DIR,
     Node,
     PageRef,
     Snap,
-    content_hash,
     decode_page,
     directory,
     page_index,
     root_id,
     same_content,
+    same_node,
     subtree_end,
 )
 from fanout.store.base import Store
@@ -76,9 +76,12 @@ class Pages:
                 return page
         key = layout.page_key(self._disk_id, ref.hash)
         try:
-            page = decode_page(self._store.get(key), key)
+            data = self._store.get(key)
         except NotFound as error:
             raise Corrupt(f"{key} is missing, although a snap refers to it") from error
+        if hashlib.sha256(data).digest() != ref.hash:
+            raise Corrupt(f"{key}: does not match its hash")
+        page = decode_page(data, key)
         if keep:
             self.remember(ref.hash, page)
         return page
@@ -98,9 +101,10 @@ class State:
     """One immutable tree. `changes` maps a path to (seq, node or None) for every effect after the snap.
 
     `blobs` are the packs carried inside the entries after the snap. `folded_seq` is the snap's sequence number.
+    `merges` maps the uuid of each branch that was merged in to (its last sequence number brought, ours then).
     """
 
-    __slots__ = ("_order", "blobs", "changes", "folded_seq", "pages", "seq", "snap")
+    __slots__ = ("_order", "blobs", "changes", "folded_seq", "merges", "pages", "seq", "snap")
 
     def __init__(
         self,
@@ -109,12 +113,14 @@ class State:
         seq: int,
         changes: Mapping[bytes, tuple[int, Node | None]],
         blobs: Mapping[bytes, tuple[int, bytes]],
+        merges: Mapping[str, tuple[int, int]] | None = None,
     ) -> None:
         self.pages = pages
         self.snap = snap
         self.seq = seq
         self.changes = changes
         self.blobs = blobs
+        self.merges = {uuid: (brought, at) for uuid, brought, at in snap.merges} if merges is None else merges
         self.folded_seq = snap.seq
         self._order: list[bytes] | None = None
 
@@ -129,23 +135,26 @@ class State:
 
     def apply(self, entries: Iterable[Entry]) -> State:
         """Return the tree after `entries`, which follow this one without a gap."""
-        changes, blobs, seq = dict(self.changes), dict(self.blobs), self.seq
+        changes, blobs, merges, seq = dict(self.changes), dict(self.blobs), dict(self.merges), self.seq
         for entry in entries:
             if entry.seq != seq + 1:
                 raise Corrupt(f"the log has a hole: entry {entry.seq} follows {seq}")
             seq = entry.seq
             for commit in entry.commits:
+                if commit.merged_uuid:
+                    merges[commit.merged_uuid] = (commit.merged_seq, seq)
                 for effect in commit.effects:
                     changes[effect.path] = (seq, effect.node if isinstance(effect, Put) else None)
             for key, data in entry.blobs.items():
                 blobs[key] = (seq, data)
-        return State(self.pages, self.snap, seq, changes, blobs)
+        return State(self.pages, self.snap, seq, changes, blobs, merges)
 
     def onto(self, snap: Snap) -> State:
         """Return the same tree resting on a newer snap of the same branch."""
         changes = {path: change for path, change in self.changes.items() if change[0] > snap.seq}
         blobs = {key: blob for key, blob in self.blobs.items() if blob[0] > snap.seq}
-        return State(self.pages, snap, max(self.seq, snap.seq), changes, blobs)
+        merges = self.merges if self.seq >= snap.seq else None
+        return State(self.pages, snap, max(self.seq, snap.seq), changes, blobs, merges)
 
     def get(self, path: bytes) -> Node | None:
         """Return the node at `path`, or None."""
@@ -225,7 +234,7 @@ class State:
                     candidates.update(path for path, _ in self.pages.load(ref, keep=False))
         for path in sorted(candidates):
             before, after = self.get(path), newer.get(path)
-            if before is not after and not _same(before, after):
+            if before is not after and not same_node(before, after):
                 yield Difference(path, before, after)
 
     def _changed(self, start: bytes, end: bytes | None) -> Iterator[bytes]:
@@ -256,15 +265,3 @@ class State:
 
 def _path_of(item: tuple[bytes, Node]) -> bytes:
     return item[0]
-
-
-def _same(a: Node | None, b: Node | None) -> bool:
-    """Equal up to where the bytes are stored."""
-    if a is None or b is None:
-        return a is b
-    return (
-        a.kind == b.kind
-        and (a.mode, a.uid, a.gid, a.mtime_ns, a.size) == (b.mode, b.uid, b.gid, b.mtime_ns, b.size)
-        and (a.target, a.link, a.xattrs) == (b.target, b.link, b.xattrs)
-        and (a.kind == DIR or content_hash(a) == content_hash(b))
-    )

@@ -95,12 +95,16 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DiskRecord(msgspec.Struct, frozen=True, array_like=True):
-    """Identity of a disk. `capabilities` names what the store was probed to hold (`create_only`)."""
+    """Identity of a disk. `capabilities` names what the store was probed to hold (`create_only`).
+
+    `main` is the uuid of the branch it was made with, so that opening that one needs no further object.
+    """
 
     id: str
     name: str
     created_ns: int
     capabilities: tuple[str, ...]
+    main: str
 
 
 class BranchRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -108,6 +112,7 @@ class BranchRecord(msgspec.Struct, frozen=True, array_like=True):
 
     A branch starts as its parent was at that seq, and its log goes on from there: its first entry is seq + 1.
     The whole lineage is copied here, so that opening a branch needs no other record. A disk's first has none.
+    Its sequence numbers never grow from one to the next: no ancestor counts beyond where its child began.
     """
 
     uuid: str

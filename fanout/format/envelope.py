@@ -47,5 +47,7 @@ def decode(kind: bytes, data: bytes, decoder: msgspec.msgpack.Decoder[T], key: s
     try:
         raw = zstandard.ZstdDecompressor().decompress(payload, max_output_size=_MAX_RAW)
         return decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise Corrupt(f"{key}: holds what this fanout does not know, as from a newer one ({error})") from error
     except (zstandard.ZstdError, msgspec.DecodeError) as error:
         raise Corrupt(f"{key}: cannot be decoded ({error})") from error

@@ -22,6 +22,7 @@ __all__ = [
     "disk_key",
     "disk_prefix",
     "is_disk_id",
+    "is_seq_key",
     "log_key",
     "log_prefix",
     "name_key",
@@ -41,6 +42,7 @@ CATALOGUE = "names/"
 SEQ_MAX = 2**63 - 1
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
+_SEQ_KEY = re.compile(r".*/[0-9]{20}")
 _RESCUE = re.compile(r"rescue/[a-z0-9][a-z0-9._-]{0,62}")
 _DISK_ID = re.compile(r"dsk-[0-9a-f]{16}")
 
@@ -56,6 +58,8 @@ def check_branch_name(argument: str, value: object) -> str:
     """Like `check_name`, also allowing the `rescue/<name>` branches that conflicts leave behind."""
     if isinstance(value, str) and _RESCUE.fullmatch(value):
         return value
+    if value == "rescue":
+        raise Invalid.argument(argument, value, "kept for the branches rescue/<name>")
     return check_name(argument, value)
 
 
@@ -116,6 +120,11 @@ def page_key(disk_id: str, page_hash: bytes) -> str:
 def pack_key(disk_id: str, pack_id: bytes) -> str:
     digits = pack_id.hex()
     return f"disks/{disk_id}/pack/{digits[-2:]}/{digits}"
+
+
+def is_seq_key(key: str) -> bool:
+    """Whether `key` can be one of the log or of a snap: strays that tools leave in a bucket are no reason to fail."""
+    return _SEQ_KEY.fullmatch(key) is not None
 
 
 def seq_of_key(key: str) -> int:

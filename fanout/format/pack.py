@@ -3,7 +3,7 @@
 Owns frame encoding, pack layout and pack ids. Text and binary go into separate packs, told apart by the id
 alone, so that a search reads only text.
 
-    pack   = "FPK1" frame* footer u32le(len(footer)) "FPKE"
+    pack   = "FPK1" frame* footer sha256(footer)[:16] u32le(len(footer)) "FPKE"
     frame  = raw bytes, or one zstd frame where that is smaller
     footer = zstd(msgpack([[offset, stored, raw, sha256], ...]))
 """
@@ -33,9 +33,16 @@ __all__ = [
 ID_BYTES = 16
 _HEAD = b"FPK1"
 _TAIL = b"FPKE"
+_TRAILER = 16 + 4 + len(_TAIL)
 _SNIFF = 8192
 _LEVEL = 1
 _footer_decoder = msgspec.msgpack.Decoder(tuple[tuple[int, int, int, bytes], ...])
+
+
+#: Idle compression contexts: making one costs more than using it on a small frame. A list's pop and append are
+#: atomic, so any number of threads may share it.
+_compressors: list[zstandard.ZstdCompressor] = []
+_decompressors: list[zstandard.ZstdDecompressor] = []
 
 
 def is_text(head: bytes) -> bool:
@@ -55,7 +62,7 @@ def is_text_pack(identity: bytes) -> bool:
 
 def encode_frame(raw: bytes) -> tuple[bytes, bytes]:
     """Return (frame, sha256 of raw). The frame is `raw` itself unless zstd makes it smaller. Thread safe."""
-    packed = zstandard.ZstdCompressor(level=_LEVEL).compress(raw) if len(raw) > 32 else raw
+    packed = _compressed(raw) if len(raw) > 32 else raw
     return (packed if len(packed) < len(raw) else raw), hashlib.sha256(raw).digest()
 
 
@@ -64,15 +71,36 @@ def decode_frame(frame: bytes | memoryview, ref: Ref, where: str) -> bytes:
     if len(frame) != ref.stored:
         raise Corrupt(f"{where}: {len(frame)} bytes at offset {ref.offset} where {ref.stored} belong")
     try:
-        raw = (
-            bytes(frame)
-            if ref.stored == ref.raw
-            else zstandard.ZstdDecompressor().decompress(frame, max_output_size=ref.raw)
-        )
+        if ref.stored == ref.raw:
+            raw = bytes(frame)
+        elif zstandard.frame_content_size(frame) != ref.raw:  # before a damaged size is allocated
+            raise Corrupt(f"{where}: the frame at offset {ref.offset} is not one of {ref.raw} bytes")
+        else:
+            raw = _decompressed(frame)
     except zstandard.ZstdError as error:
         raise Corrupt(f"{where}: the frame at offset {ref.offset} cannot be decompressed ({error})") from error
     if len(raw) != ref.raw or hashlib.sha256(raw).digest() != ref.hash:
         raise Corrupt(f"{where}: the frame at offset {ref.offset} does not match its hash")
+    return raw
+
+
+def _compressed(raw: bytes) -> bytes:
+    try:
+        context = _compressors.pop()
+    except IndexError:
+        context = zstandard.ZstdCompressor(level=_LEVEL)
+    packed = context.compress(raw)
+    _compressors.append(context)
+    return packed
+
+
+def _decompressed(frame: bytes | memoryview) -> bytes:
+    try:
+        context = _decompressors.pop()
+    except IndexError:
+        context = zstandard.ZstdDecompressor()
+    raw = context.decompress(frame)
+    _decompressors.append(context)
     return raw
 
 
@@ -99,18 +127,21 @@ class PackBuilder:
     def finish(self) -> bytes:
         """Return the pack's bytes."""
         footer = zstandard.ZstdCompressor(level=_LEVEL).compress(msgspec.msgpack.encode(self._index))
-        return b"".join((*self._parts, footer, struct.pack("<I", len(footer)), _TAIL))
+        check = hashlib.sha256(footer).digest()[:16]
+        return b"".join((*self._parts, footer, check, struct.pack("<I", len(footer)), _TAIL))
 
 
 def decode_footer(pack: bytes, where: str) -> tuple[tuple[int, int, int, bytes], ...]:
     """Return the frames of a whole pack as (offset, stored, raw, sha256); `Corrupt` names `where`."""
-    if len(pack) < 12 or pack[:4] != _HEAD or pack[-4:] != _TAIL:
+    if len(pack) < len(_HEAD) + _TRAILER or pack[:4] != _HEAD or pack[-4:] != _TAIL:
         raise Corrupt(f"{where}: not a pack, or truncated to {len(pack)} bytes")
     (length,) = struct.unpack("<I", pack[-8:-4])
-    if length > len(pack) - 12:
+    if length > len(pack) - len(_HEAD) - _TRAILER:
         raise Corrupt(f"{where}: the footer claims {length} bytes")
+    footer = pack[-_TRAILER - length : -_TRAILER]
+    if hashlib.sha256(footer).digest()[:16] != pack[-_TRAILER:-8]:
+        raise Corrupt(f"{where}: the footer does not match its checksum")
     try:
-        raw = zstandard.ZstdDecompressor().decompress(pack[-8 - length : -8], max_output_size=1 << 28)
-        return _footer_decoder.decode(raw)
+        return _footer_decoder.decode(zstandard.ZstdDecompressor().decompress(footer, max_output_size=1 << 28))
     except (zstandard.ZstdError, msgspec.DecodeError) as error:
         raise Corrupt(f"{where}: the footer cannot be decoded ({error})") from error

@@ -33,6 +33,7 @@ __all__ = [
     "parents",
     "root_id",
     "same_content",
+    "same_node",
     "split_pages",
     "subtree_end",
 ]
@@ -94,12 +95,16 @@ class PageRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Snap(msgspec.Struct, frozen=True, array_like=True):
-    """A whole tree at one sequence number. `files` counts files and links, `bytes` their logical size."""
+    """A whole tree at one sequence number. `files` counts files and links, `bytes` their logical size.
+
+    `merges` says for each branch that was merged in: (its uuid, its last sequence number brought, and ours then).
+    """
 
     seq: int
     pages: tuple[PageRef, ...]
     files: int
     bytes: int
+    merges: tuple[tuple[str, int, int], ...] = ()
 
 
 _page_decoder = msgspec.msgpack.Decoder(tuple[tuple[bytes, Node], ...])
@@ -133,6 +138,18 @@ def same_content(a: Node, b: Node) -> bool:
     if a.kind == SYMLINK:
         return a.target == b.target
     return a.kind == DIR or (a.size == b.size and content_hash(a) == content_hash(b))
+
+
+def same_node(a: Node | None, b: Node | None, *, times: bool = True) -> bool:
+    """Whether two nodes are equal up to where their bytes are stored and, without `times`, up to mtime."""
+    if a is None or b is None:
+        return a is b
+    return (
+        (a.kind, a.mode, a.uid, a.gid, a.size) == (b.kind, b.mode, b.uid, b.gid, b.size)
+        and (a.target, a.link, a.xattrs) == (b.target, b.link, b.xattrs)
+        and (not times or a.mtime_ns == b.mtime_ns)
+        and same_content(a, b)
+    )
 
 
 def parents(path: bytes) -> Iterator[bytes]:
