@@ -342,7 +342,7 @@ class Branch:
                 continue
             base_seq = state.seq if proposal.base_seq is None else proposal.base_seq
             commit = Commit(
-                now_ns, proposal.author, proposal.message, proposal.exec_id, base_seq, result.effects,
+                now_ns, _text(proposal.author), _text(proposal.message), proposal.exec_id, base_seq, result.effects,
                 proposal.merged_uuid, proposal.merged_seq,
             )  # fmt: skip
             commits.append(commit)
@@ -439,6 +439,11 @@ class Branch:
         folder = self._folder
         if folder is not None:
             folder.join()
+
+
+def _text(value: str) -> str:
+    """Return text that UTF-8 can hold: names that are none of it arrive as surrogate escapes."""
+    return value.encode("utf-8", "backslashreplace").decode()
 
 
 def _carried(effects: Sequence[Effect], *sources: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
