@@ -1,1 +1,5 @@
 """The command line: thin over the public API."""
+
+from fanout.cli.root import main
+
+__all__ = ["main"]

@@ -1,0 +1,127 @@
+"""`fanout doctor`: what works here, what does not, and what would help."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from fanout.cli.app import json_option, settings
+
+if TYPE_CHECKING:
+    from fanout.config import Settings
+
+__all__ = ["doctor"]
+
+_ENGINES = ("bubblewrap", "qemu")
+_MARKS = {"ok": "ok", "bad": "NO", "note": "--"}
+
+
+@click.command(short_help="Check engines, store and cache.")
+@json_option
+@click.pass_context
+def doctor(context: click.Context, as_json: bool) -> int:
+    """Check which engines work here, whether the store keeps its promises, and the cache.
+
+    Runs a trial command in each engine and races a few small objects in the store. Exits with 69 if nothing
+    could run here.
+    """
+    from fanout.cli.render import json_document, print_table, safe, table
+    from fanout.errors import TABLE
+
+    found = list(_checks(settings(context)))
+    usable = any(each["state"] == "ok" for each in found if each["check"] in _ENGINES)
+    healthy = usable and all(each["state"] == "ok" for each in found if each["check"] in ("store", "cache"))
+    if as_json:
+        json_document({"ok": healthy, "checks": found})
+    else:
+        rows = [(_MARKS[each["state"]], each["check"], safe(each["text"])) for each in found]
+        made = table(("", "check", "what was found"), rows)
+        made.columns[-1].no_wrap = False
+        made.columns[-1].overflow = "fold"
+        print_table(made)
+    return 0 if healthy else TABLE["unavailable"].exit
+
+
+def _checks(values: Settings) -> Iterator[dict[str, Any]]:
+    import platform
+
+    import fanout
+
+    host = f"fanout {fanout.__version__}, Python {platform.python_version()}, Linux {platform.release()}"
+    user = "root" if os.geteuid() == 0 else f"uid {os.geteuid()}"
+    yield _check("host", "note", f"{host}, {len(os.sched_getaffinity(0))} cores, {user}")
+    yield _check("execs", "note", f"at most {values.max_in_flight} at once (FANOUT_MAX_IN_FLIGHT)")
+    for engine in _ENGINES:
+        yield _guarded(engine, lambda engine=engine: _engine(values, engine))  # type: ignore[misc]
+    yield _guarded("store", lambda: _store(values))
+    yield _guarded("cache", lambda: _cache(values))
+
+
+def _check(check: str, state: str, text: str, **more: Any) -> dict[str, Any]:
+    return {"check": check, "state": state, "text": text, **more}
+
+
+def _guarded(check: str, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    from fanout.errors import FanoutError
+
+    try:
+        return ask()
+    except (FanoutError, OSError) as error:
+        return _check(check, "bad", str(error))
+
+
+def _engine(values: Settings, name: str) -> dict[str, Any]:
+    from fanout.engine.base import Spec
+    from fanout.engine.open import open_engine
+    from fanout.runtime import system
+
+    engine = open_engine(values.model_copy(update={"engine": name}))
+    try:
+        engine.probe()
+        began = system.monotonic()
+        ended = engine.start(Spec(("/bin/true",), env={"PATH": os.defpath})).wait(lambda stream, data: None)
+        ms = (system.monotonic() - began) * 1e3
+    finally:
+        engine.close()
+    if ended.exit_code != 0:
+        return _check(name, "bad", f"/bin/true ended with {ended.exit_code} ({ended.status}) in the sandbox")
+    return _check(name, "ok", f"works; a fresh sandbox takes {ms:.0f} ms", start_ms=round(ms, 1))
+
+
+def _store(values: Settings) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    from fanout.runtime import system
+    from fanout.store.open import open_store
+    from fanout.store.probe import probe
+
+    store = open_store(values.store, s3_endpoint=values.s3_endpoint)
+    try:
+        began = system.monotonic()
+        capabilities = probe(store, system)
+        ms = (system.monotonic() - began) * 1e3
+    finally:
+        store.close()
+    text = f"{store.url}: create-only puts have one winner, reads and lists are fresh (probed in {ms:.0f} ms)"
+    if abs(capabilities.clock_offset_ms) > 5_000:
+        text += f"; its clock is {capabilities.clock_offset_ms / 1e3:+.0f} s from this host's"
+    return _check("store", "ok", text, url=store.url, **asdict(capabilities))
+
+
+def _cache(values: Settings) -> dict[str, Any]:
+    import shutil
+
+    from fanout.cli.render import size
+
+    path = values.cache_dir
+    path.mkdir(parents=True, exist_ok=True)
+    if not os.access(path, os.W_OK | os.X_OK):
+        return _check("cache", "bad", f"{path} cannot be written; choose another with FANOUT_CACHE_DIR")
+    free = shutil.disk_usage(path).free
+    text = f"{path}: at most {size(values.cache_bytes)}, {size(free)} free there"
+    if free < min(values.cache_bytes, 1 << 30):
+        text += "; that is little: choose another place with FANOUT_CACHE_DIR"
+    return _check("cache", "ok", text, path=os.fspath(path), free_bytes=free, cache_bytes=values.cache_bytes)
