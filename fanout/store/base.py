@@ -108,8 +108,7 @@ def check_key(key: str) -> None:
         raise Invalid.argument(
             "key",
             key,
-            "parts of 1 to 240 [A-Za-z0-9._@=-], not '.' or '..', joined by '/', "
-            f"at most {MAX_KEY_BYTES} bytes in all",
+            f"parts of 1 to 240 [A-Za-z0-9._@=-], not '.' or '..', joined by '/', at most {MAX_KEY_BYTES} bytes in all",
         )
 
 

@@ -42,9 +42,7 @@ class LocalStore(Store):
     Symbolic links below the root are never followed. Errors: those of `Store`; a full disk is `Unavailable`.
     """
 
-    def __init__(
-        self, root: str | os.PathLike[str], *, fsync: bool = True, runtime: Runtime = system
-    ) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, fsync: bool = True, runtime: Runtime = system) -> None:
         self.root = os.path.realpath(os.fspath(root))
         self.url = f"file://{self.root}"
         self._fsync = fsync
@@ -155,22 +153,24 @@ class LocalStore(Store):
     def _publish(self, temporary: str, key: str, *, replace: bool) -> None:
         folder, name = _split(key)
         for attempt in range(_ATTEMPTS):
-            with self._folder(folder, make=True) as fd:
-                try:
+            try:
+                with self._folder(folder, make=True) as fd:
                     if replace:
                         os.rename(temporary, name, src_dir_fd=self._tmp_fd, dst_dir_fd=fd)
                     else:
                         os.link(temporary, name, src_dir_fd=self._tmp_fd, dst_dir_fd=fd)
-                except FileNotFoundError:
-                    if attempt == _ATTEMPTS - 1:
-                        raise
-                    continue  # the folder was empty and a delete took it away under us
-                if self._fsync:
-                    try:
-                        os.fsync(fd)
-                    except OSError as error:
-                        raise Unknown(f"{self.url}: {key} may not be durable: {error}") from error
+                    self._sync_published(fd, key)
                 return
+            except FileNotFoundError:  # a delete emptied the folder and took it away under us
+                if attempt == _ATTEMPTS - 1:
+                    raise
+
+    def _sync_published(self, fd: int, key: str) -> None:
+        if self._fsync:
+            try:
+                os.fsync(fd)
+            except OSError as error:
+                raise Unknown(f"{self.url}: {key} may not be durable: {error}") from error
 
     def _delete_in(self, folder: str, names: Sequence[str]) -> None:
         try:

@@ -131,9 +131,7 @@ class Retrying(Wrapper):
             except (Unavailable, Unknown) as error:
                 unknown = unknown or isinstance(error, Unknown)
                 last: FanoutError = error
-        raise (Unknown if unknown else Unavailable)(
-            f"{last} (gave up after {self._attempts} tries)"
-        ) from last
+        raise (Unknown if unknown else Unavailable)(f"{last} (gave up after {self._attempts} tries)") from last
 
 
 class Limited(Wrapper):
