@@ -24,6 +24,9 @@ Sink = Callable[[Literal["stdout", "stderr"], bytes], None]
 #: What the kernel takes as one argument or one `NAME=value` (MAX_ARG_STRLEN, its final NUL included).
 MAX_STRING_BYTES = 128 * 1024
 
+#: Less memory than this runs no program at all.
+MIN_MEMORY_BYTES = 16 * 1024 * 1024
+
 #: What the kernel takes as all arguments and the environment together; a page less than its 2 MiB, for its own use.
 MAX_STRINGS_BYTES = 2 * 1024 * 1024 - 4096
 
@@ -227,3 +230,5 @@ def _check_limits(limits: Limits) -> None:
     ):
         if value is not None and not 0 < value < float("inf"):
             raise Invalid.argument(name, value, "must be a number above 0, or None for no limit")
+    if limits.memory_bytes is not None and limits.memory_bytes < MIN_MEMORY_BYTES:
+        raise Invalid.argument("memory_bytes", limits.memory_bytes, f"must be {MIN_MEMORY_BYTES} (16 MiB) or more")

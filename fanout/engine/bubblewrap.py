@@ -25,7 +25,7 @@ from typing import Literal
 
 from fanout.engine import hints, limits, rootfs
 from fanout.engine.base import Engine, Limits, Mount, Process, Spec, check_spec
-from fanout.engine.namespace import Child, Spawner
+from fanout.engine.namespace import Child, Spawner, end_monitor
 from fanout.engine.process import Pipes, SandboxProcess, raise_setup_failure
 from fanout.errors import EngineUnavailable, Invalid
 from fanout.runtime import Runtime, system
@@ -39,6 +39,9 @@ CAPABILITIES = (
     *("CAP_CHOWN", "CAP_DAC_OVERRIDE", "CAP_FOWNER", "CAP_FSETID", "CAP_KILL", "CAP_SETUID", "CAP_SETGID"),
     *("CAP_NET_BIND_SERVICE", "CAP_SYS_CHROOT"),
 )
+
+#: What it takes to map uid 0 into a user namespace further inside.
+NESTING = ("CAP_SETFCAP",)
 
 #: What /tmp, /dev/shm and the home directory may each hold. Their pages are memory.
 TMPFS_BYTES = 4 * 1024**3
@@ -60,6 +63,8 @@ class BubblewrapEngine(Engine):
     "kernel" where this process may mount. `cgroup` is a cgroup v2 directory delegated to us, without processes of
     its own, to hold one cgroup an exec; without one a delegation by systemd is found by itself, else rlimits and
     CPU affinity are used. `nested` allows user namespaces inside, which sandboxes within the sandbox need.
+    `reaper` makes this process collect its orphaned descendants (PR_SET_CHILD_SUBREAPER), for exact CPU time and
+    peak memory without cgroups; it is for programs of our own, since orphans of anybody else fall to us as well.
 
     Raises `Invalid` for paths that do not exist. What this host cannot do shows in `probe` or the first `start`.
     """
@@ -74,6 +79,7 @@ class BubblewrapEngine(Engine):
         overlay: Overlay = "auto",
         cgroup: Path | None = None,
         nested: bool = False,
+        reaper: bool = False,
         runtime: Runtime = system,
     ) -> None:
         if root is not None and not root.is_dir():
@@ -86,6 +92,7 @@ class BubblewrapEngine(Engine):
         self._overlay = overlay
         self._cgroup = cgroup
         self._nested = nested
+        self._reaper = reaper
         self._runtime = runtime
         self._lock = threading.Lock()
         self._host: _Host | None = None
@@ -150,11 +157,14 @@ class BubblewrapEngine(Engine):
                 os.close(fd)
         try:
             init = _init_pid(pipes.status)
-            if init is None:
-                _reap(monitor)
-                raise_setup_failure(spec, _read_all(pipes.stderr))
+        except BaseException:
+            end_monitor(monitor)
+            raise
         finally:
             host.spawner.detach([point for point, _ in overlays])
+        if init is None:
+            end_monitor(monitor)
+            raise_setup_failure(spec, _read_all(pipes.stderr))
         return self._adopt(host, spec, pipes, monitor, init)
 
     def _adopt(self, host: _Host, spec: Spec, pipes: Pipes, monitor: int, init: int) -> SandboxProcess:
@@ -162,7 +172,7 @@ class BubblewrapEngine(Engine):
         try:
             init_fd = os.pidfd_open(init)
         except ProcessLookupError:
-            _reap(monitor)
+            end_monitor(monitor)
             raise_setup_failure(spec, _read_all(pipes.stderr))
         cgroup = None
         try:
@@ -184,7 +194,7 @@ class BubblewrapEngine(Engine):
         except BaseException:
             signal.pidfd_send_signal(init_fd, signal.SIGKILL)
             os.close(init_fd)
-            _reap(monitor)
+            end_monitor(monitor)
             if cgroup is not None:
                 cgroup.remove()
             raise
@@ -213,9 +223,12 @@ class BubblewrapEngine(Engine):
         with self._lock:
             if self._closed:
                 raise EngineUnavailable("the engine is closed")
-            if self._host is None or self._host.pid != os.getpid():
+            if self._host is None or self._host.pid != os.getpid():  # a forked child has no spawner, nor processes
+                self._running.clear()
                 parent = self._cgroup
                 self._host = _Host(self._root, self._host_paths, self._overlay, parent, nested=self._nested)
+                if self._reaper:
+                    limits.collect_orphans()
             return self._host
 
 
@@ -242,7 +255,7 @@ class _Host:
             *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"),
             *("--unshare-cgroup-try", "--die-with-parent", "--new-session", "--hostname", "fanout"),
             *("--uid", "0", "--gid", "0", "--cap-drop", "ALL"),
-            *(word for capability in CAPABILITIES for word in ("--cap-add", capability)),
+            *(word for capability in (CAPABILITIES + NESTING * nested) for word in ("--cap-add", capability)),
             *(() if nested or _proc_sys_read_only() else ("--disable-userns",)),
             *rootfs.system_arguments(root, self.etc.path if self.etc else None, host_paths),
         ]
@@ -341,6 +354,8 @@ def _check_directories(mount: Mount) -> None:
     for path in (*mount.lowers, mount.upper, mount.work):
         if path is not None and not os.path.isdir(path):
             raise Invalid.argument(f"layer of {mount.target}", path, "must be a directory of this host")
+    if mount.work is not None and os.listdir(mount.work):
+        raise Invalid.argument(f"work of {mount.target}", mount.work, "must be empty, made for this command")
 
 
 def _open_pipes(with_stdin: bool) -> tuple[Pipes, list[int]]:
@@ -375,8 +390,10 @@ def _memory_file(options: Sequence[str | bytes]) -> int:
 def _init_pid(status: int) -> int | None:
     """Read the first line of bwrap's status: the pid of the sandbox's init; None if bwrap ended without one."""
     text = b""
+    poll = select.poll()
+    poll.register(status, select.POLLIN)
     while b"\n" not in text:
-        if not select.select([status], [], [], SETUP_S)[0]:
+        if not poll.poll(SETUP_S * 1000):
             raise EngineUnavailable(f"bwrap made no sandbox within {SETUP_S:.0f} s")
         chunk = os.read(status, 4096)
         if not chunk:
@@ -392,10 +409,3 @@ def _read_all(fd: int) -> bytes:
         return os.read(fd, 64 * 1024)
     except BlockingIOError:
         return b""
-
-
-def _reap(monitor: int) -> None:
-    try:
-        os.waitpid(monitor, 0)
-    except ChildProcessError:
-        pass

@@ -129,7 +129,9 @@ def completed(outcome: Outcome, code: int = 0) -> Outcome:
     return outcome
 
 
-def refused(bench: Bench, name: str, *mounts: Mount, command: Sequence[str | bytes] = ("/bin/true",), **settings: Any) -> None:
+def refused(
+    bench: Bench, name: str, *mounts: Mount, command: Sequence[str | bytes] = ("/bin/true",), **settings: Any
+) -> None:
     """Fail unless the command is refused with `Invalid` that holds `name`, and nothing of it was run."""
     try:
         bench.run(command, *mounts, **settings)
@@ -170,7 +172,7 @@ def times_and_usage_are_of_the_command(bench: Bench) -> None:
     before = bench.runtime.monotonic()
     ended = completed(bench.run("sleep 0.3")).exit
     after = bench.runtime.monotonic()
-    if not before <= ended.started_s <= ended.ended_s <= after or not 0.25 < ended.ended_s - ended.started_s:
+    if not before <= ended.started_s <= ended.ended_s <= after or ended.ended_s - ended.started_s < 0.25:
         fail(f"started {ended.started_s}, ended {ended.ended_s}, called {before}, returned {after}")
     if ended.cpu_s < 0 or ended.max_rss_bytes < 0:
         fail(f"usage is negative: {ended}")
@@ -447,14 +449,19 @@ def bad_mounts_are_refused(bench: Bench) -> None:
     refused(bench, "/mnt/a/b", Mount("/mnt/a", (lower,)), Mount("/mnt/a/b", (lower,)))
     refused(bench, "/mnt/a", Mount("/mnt/a", ()))
     refused(bench, "upper", Mount("/mnt/a", (lower,), upper=lower))
+    used = bench.writable(Path(lower))
+    Path(str(used.work), "x").touch()
+    refused(bench, str(used.work), used)
     refused(bench, lower + "/missing", Mount("/mnt/a", (lower + "/missing",)))
 
 
 @CHECKS.append
 def bad_limits_are_refused(bench: Bench) -> None:
-    for name in ("timeout_s", "cpus", "memory_bytes"):
-        for value in (0, -1, float("nan")):
-            refused(bench, name, limits=Limits(**{name: value}))
+    for value in (0, -1, float("nan")):
+        refused(bench, "timeout_s", limits=Limits(timeout_s=value))
+        refused(bench, "cpus", limits=Limits(cpus=value))
+    for count in (0, -1, 1000):
+        refused(bench, "memory_bytes", limits=Limits(memory_bytes=count))
 
 
 # --- isolation ----------------------------------------------------------------------------------------------------

@@ -2,10 +2,14 @@
 
 Owns cgroup files, rlimits and accounting. Works on a process that is stopped before its command starts, so that no
 extra process is needed. Knows nothing of sandboxes.
+
+The cgroup v2 path has been run against directory trees only (tests/unit/test_engine_limits.py): the machines this
+was written on have no cgroup v2 with a memory controller.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
 import os
@@ -15,7 +19,7 @@ from pathlib import Path
 
 from fanout.engine.base import Limits
 
-__all__ = ["Cgroup", "Cgroups", "apply_rlimits", "delegated_parent"]
+__all__ = ["Cgroup", "Cgroups", "apply_rlimits", "collect_orphans", "delegated_parent"]
 
 #: Open files of a command: many programs close all possible descriptors one by one, so "unlimited" is a trap.
 OPEN_FILES = 65536
@@ -24,6 +28,8 @@ OPEN_FILES = 65536
 PIDS_MAX = 32768
 
 PERIOD_US = 100_000
+
+PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +158,11 @@ def chosen_cpus(available: list[int], cpus: float, turn: int) -> list[int]:
     """Return `cpus` (rounded up) of the available CPUs, starting at another one each turn."""
     count = min(len(available), math.ceil(cpus))
     return sorted(available[(turn * count + i) % len(available)] for i in range(count))
+
+
+def collect_orphans() -> None:
+    """Make orphaned descendants of this process its children, until it ends (PR_SET_CHILD_SUBREAPER)."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _set(path: Path, value: str) -> None:

@@ -14,6 +14,7 @@ import ctypes
 import itertools
 import os
 import queue
+import signal
 import subprocess
 import tempfile
 import threading
@@ -25,7 +26,7 @@ from dataclasses import dataclass, field
 from fanout.engine.base import Mount
 from fanout.errors import EngineUnavailable
 
-__all__ = ["Child", "Spawner", "overlay_options"]
+__all__ = ["Child", "Spawner", "end_monitor", "overlay_options"]
 
 CLONE_FS, CLONE_NEWNS = 0x200, 0x20000
 MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x4000, 0x40000
@@ -91,7 +92,12 @@ class Spawner:
             if self._closing:
                 raise EngineUnavailable("the engine is closed")
             self._jobs.put((child, started))
-        return started.result()
+        try:
+            return started.result()
+        except BaseException:  # interrupted, perhaps: nobody else would ever know of the child
+            if not started.cancel() and started.exception() is None:
+                end_monitor(started.result())
+            raise
 
     def detach(self, points: Sequence[str]) -> None:
         """Drop these mount points from the private namespace, without waiting.
@@ -127,6 +133,8 @@ class Spawner:
                     return
                 continue
             child, started = item
+            if not started.set_running_or_notify_cancel():
+                continue
             try:
                 started.set_result(self._spawn(child))
             except BaseException as error:
@@ -180,6 +188,15 @@ def overlay_options(works: Callable[[tuple[str, ...]], bool]) -> tuple[str, ...]
         if works((*kept, option)):
             kept = (*kept, option)
     return kept
+
+
+def end_monitor(monitor: int) -> None:
+    """Kill and collect a bwrap that is of no use; with it dies the sandbox it made."""
+    try:
+        os.kill(monitor, signal.SIGKILL)
+        os.waitpid(monitor, 0)
+    except (ProcessLookupError, ChildProcessError):
+        pass  # collected by somebody who collects every child
 
 
 def _enter_private_namespace() -> None:

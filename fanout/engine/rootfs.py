@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from fanout.errors import Invalid
+from fanout.errors import EngineUnavailable, Invalid
 
 __all__ = ["HOME", "Etc", "check_host_paths", "check_targets", "system_arguments"]
 
@@ -57,17 +57,24 @@ WRITTEN = {
 class Etc:
     """A small /etc made once per engine, so that a sandbox needs one bind mount for it and not thirty.
 
-    Lives in the temporary directory; `close`, or the end of the interpreter, removes it. What a killed process left
-    behind is removed by the next one.
+    Lives in memory where it can (see `_places`); `close`, or the end of the interpreter, removes it. What a killed
+    process left behind is removed by the next one.
     """
 
     def __init__(self, source: Path = Path("/etc")) -> None:
         _remove_stale()
         self.path, lock = _locked_directory()
         self.close = weakref.finalize(self, _remove_own, os.getpid(), self.path, lock)
+        try:
+            self._fill(source)
+        except OSError as error:
+            self.close()
+            raise EngineUnavailable(f"cannot prepare the sandboxes' /etc: {error}") from error
+
+    def _fill(self, source: Path) -> None:
         top = Path(self.path)
         for entry in _wanted(source):
-            _copy_public(entry, top / entry.name)
+            _copy_public(str(entry), f"{self.path}/{entry.name}")
         for name, text in WRITTEN.items():
             (top / name).write_text(text)
         (top / "mtab").symlink_to("../proc/self/mounts")
@@ -132,27 +139,32 @@ def _wanted(source: Path) -> Iterator[Path]:
             yield source / name
 
 
-def _copy_public(source: Path, target: Path) -> None:
+def _copy_public(source: str, target: str) -> None:
     """Copy what everybody may read: files, symlinks as they are, directories. The rest is left out."""
     try:
-        found = source.lstat()
-        if stat.S_ISLNK(found.st_mode):
-            target.symlink_to(os.readlink(source))
-        elif stat.S_ISREG(found.st_mode) and found.st_mode & stat.S_IROTH:
-            shutil.copyfile(source, target)
-            target.chmod(0o644)
-        elif stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_IROTH and found.st_mode & stat.S_IXOTH:
-            target.mkdir(mode=0o755)
-            for entry in source.iterdir():
-                _copy_public(entry, target / entry.name)
+        mode = os.lstat(source).st_mode
+        if stat.S_ISLNK(mode):
+            os.symlink(os.readlink(source), target)
+        elif stat.S_ISREG(mode) and mode & stat.S_IROTH:
+            with open(source, "rb", buffering=0) as read, open(target, "xb", buffering=0) as write:
+                shutil.copyfileobj(read, write)
+        elif stat.S_ISDIR(mode) and mode & stat.S_IROTH and mode & stat.S_IXOTH:
+            os.mkdir(target)
+            for name in os.listdir(source):
+                _copy_public(f"{source}/{name}", f"{target}/{name}")
     except PermissionError:
         pass  # a private part of /etc (a security module may hide what its mode shows)
+
+
+def _places() -> list[str]:
+    """Where an /etc may live: in memory if possible, for making hundreds of small files there takes no time."""
+    return [path for path in ("/dev/shm", tempfile.gettempdir()) if os.access(path, os.W_OK | os.X_OK)]
 
 
 def _locked_directory() -> tuple[str, int]:
     """Make a directory, locked for as long as this process lives: the sign that it is in use."""
     while True:
-        path = tempfile.mkdtemp(prefix=PREFIX)
+        path = tempfile.mkdtemp(prefix=PREFIX, dir=_places()[0])
         lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(lock, fcntl.LOCK_SH)
         if os.fstat(lock).st_nlink:
@@ -168,7 +180,7 @@ def _remove_own(pid: int, path: str, lock: int) -> None:
 
 
 def _remove_stale() -> None:
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for path in (path for place in _places() for path in Path(place).glob(f"{PREFIX}*")):
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         except OSError:

@@ -54,7 +54,8 @@ from fanout.engine.bubblewrap import BubblewrapEngine
 from fanout.engine.check import CHECKS, failures
 engine = BubblewrapEngine()
 engine.probe()
-print(json.dumps({"prefix": engine.xattr_prefix, "checks": len(CHECKS), "failures": failures(engine, Path(sys.argv[1]))}))
+found = failures(engine, Path(sys.argv[1]))
+print(json.dumps({"prefix": engine.xattr_prefix, "checks": len(CHECKS), "failures": found}))
 engine.close()
 """
 
