@@ -17,7 +17,8 @@ from typing import Literal, Protocol
 import msgspec
 
 from fanout.format.entry import ADDED, ATTRIBUTES, MODIFIED, TOUCHED, Effect, Put, Remove
-from fanout.format.tree import DIR, Node, directory, parents, same_content, same_node
+from fanout.format.extents import cut, size_of, splice
+from fanout.format.tree import DIR, FILE, Node, Ref, directory, parents, same_content, same_node
 
 __all__ = ["Intent", "Policy", "Rebased", "Tree", "diverged", "intent_of", "rebase"]
 
@@ -43,12 +44,16 @@ class Intent:
     """One path a commit wants changed: from `base` (what it saw, None: nothing) to `node` (None: removed).
 
     `weak` marks a node of which only the mtime moved (a directory's, because names in it did): it never conflicts.
+    For a file that was changed in place, `edits` are the byte ranges (start, end) in which `node` differs from `base`,
+    sorted and disjoint; `appended` says that `base`'s content is a prefix of `node`'s. Neither: it was rewritten.
     """
 
     path: bytes
     base: Node | None
     node: Node | None
     weak: bool = False
+    edits: tuple[tuple[int, int], ...] = ()
+    appended: bool = False
 
 
 class Tree(Protocol):
@@ -190,9 +195,22 @@ class _Work:
         if base is None or now is None or base.kind != node.kind or now.kind != node.kind or now == base:
             return node
         kept = {f: getattr(now, f) for f in _ATTRIBUTES if getattr(node, f) == getattr(base, f)}
-        if same_content(base, node) and not same_content(base, now):
+        if same_content(base, now):
+            return msgspec.structs.replace(node, **kept)
+        if same_content(base, node):
             return msgspec.structs.replace(now, **{f: getattr(node, f) for f in _ATTRIBUTES if f not in kept})
-        return msgspec.structs.replace(node, **kept)
+        data = self._both_contents(intent, base, node, now)
+        return msgspec.structs.replace(node, **kept, data=data, size=size_of(data))
+
+    def _both_contents(self, intent: Intent, base: Node, node: Node, now: Node) -> tuple[Ref, ...]:
+        """Combine two changes of one file by byte range where mine was made in place; else mine, the later, wins."""
+        if self._policy is not Policy.LAST_WINS or node.kind != FILE:
+            return node.data
+        if intent.appended:
+            return now.data + cut(node.data, base.size, node.size)
+        if intent.edits:
+            return splice(now.data, node.data, intent.edits)
+        return node.data
 
     def _may_change(self, intent: Intent, now: Node | None) -> bool:
         """Apply the policy to one path; records the conflict."""
