@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -39,6 +40,18 @@ class Globals:
         return {"store": self.store, "engine": self.engine, "cache_dir": self.cache_dir}
 
 
+class _Stopped(Exception):
+    """A signal ended the command; `code` is the exit code it asks for. click has ways of its own with the built-in."""
+
+    def __init__(self, code: int) -> None:
+        super().__init__(code)
+        self.code = code
+
+
+class _PipeGone(Exception):
+    """Who read our output has gone."""
+
+
 class App(click.Group):
     """A group whose every failure is one line on stderr and an exit code of `fanout.errors.TABLE`."""
 
@@ -60,12 +73,11 @@ class App(click.Group):
             sys.exit(error.exit_code)
         except click.ClickException as error:
             _fail(_usage(error), 64)
-        except (KeyboardInterrupt, click.Abort):
-            _fail("interrupted; nothing is left running", _INTERRUPTED)
-        except BrokenPipeError:
+        except (_Stopped, KeyboardInterrupt, click.Abort) as error:
+            code = error.code if isinstance(error, _Stopped) else _INTERRUPTED
+            _fail("interrupted; nothing is left running", code)
+        except (_PipeGone, BrokenPipeError):
             _leave_pipe()
-        except BaseExceptionGroup as group:
-            _fail_with(_first(group))
         except Exception as error:
             _fail_with(error)
         sys.exit(returned if isinstance(returned, int) else 0)
@@ -74,26 +86,42 @@ class App(click.Group):
 def run_async(work: Callable[[], Coroutine[Any, Any, int | None]]) -> int:
     """Run a command's coroutine on a fresh event loop and return its exit code.
 
-    SIGINT and SIGTERM cancel it: what it started is stopped before this raises `KeyboardInterrupt`.
+    SIGINT and SIGTERM cancel it: what it started has stopped when this raises. So does a reader of ours who leaves.
+    The second signal ends the process at once.
     """
     import asyncio
 
-    terminated = False
+    received: list[int] = []
 
-    def terminate(*_: object) -> None:
-        nonlocal terminated
-        terminated = True
-        signal.raise_signal(signal.SIGINT)
+    async def guarded() -> int | None:
+        task, loop = asyncio.current_task(), asyncio.get_running_loop()
+        assert task is not None
+        # What ignores SIGINT (nohup, a shell's background job) goes on ignoring it.
+        ends = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
 
-    before = signal.signal(signal.SIGTERM, terminate)
+        def stop(number: int) -> None:
+            received.append(number)
+            for each in ends:
+                loop.remove_signal_handler(each)
+                signal.signal(each, signal.SIG_DFL)
+            task.cancel()
+
+        if threading.current_thread() is threading.main_thread():
+            for each in ends:
+                loop.add_signal_handler(each, stop, each)
+        return await work()
+
     try:
-        return asyncio.run(work()) or 0
-    except KeyboardInterrupt:
-        if terminated:
-            raise click.exceptions.Exit(128 + signal.SIGTERM) from None
-        raise
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        returned = asyncio.run(guarded()) or 0
+        sys.stdout.flush()
+        return returned
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise _Stopped(128 + (received[0] if received else signal.SIGINT)) from None
+    except BrokenPipeError:
+        raise _PipeGone from None
+    except BaseExceptionGroup as group:
+        first = _first(group)
+        raise (_PipeGone() if isinstance(first, BrokenPipeError) else first) from group
 
 
 def session(context: click.Context, **given: Any) -> AbstractAsyncContextManager[Fanout]:
@@ -133,10 +161,6 @@ def _first(error: BaseException) -> BaseException:
 def _fail_with(error: BaseException) -> NoReturn:
     from fanout.errors import FanoutError, meaning
 
-    if isinstance(error, BrokenPipeError):
-        _leave_pipe()
-    if isinstance(error, KeyboardInterrupt):
-        _fail("interrupted; nothing is left running", _INTERRUPTED)
     if os.environ.get("FANOUT_DEBUG"):
         import traceback
 

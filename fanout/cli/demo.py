@@ -39,6 +39,13 @@ class _Plan:
     command: str
     dependencies: Path | None = None
 
+    def labels(self) -> list[str]:
+        """Return the files without the directory they are all in."""
+        import os
+
+        shared = os.path.commonpath([os.path.dirname(file) for file in self.files])
+        return [os.path.relpath(file, shared) if shared else file for file in self.files]
+
     def commands(self) -> list[str]:
         """Return one command for each file, its output going to results/<i>.txt."""
         import shlex
@@ -108,7 +115,7 @@ def demo(
     async def work() -> int:
         async with session(context, **overrides) as fo:
             plan = await _plan(fo, context, directory, command, globs)
-            board = Board(plan.files)
+            board = Board(plan.labels())
             async with _demo_disk(fo, keep=keep) as disk:
                 outcome = await _run(fo, disk, plan, board, timeout_s, compare=compare)
         runs = [run for run in board.runs if run is not None]
@@ -134,12 +141,11 @@ async def _plan(
     cache_dir = settings(context).cache_dir
     dependencies: Path | None = None
     if directory is None or not has_pytest:
-        _say(f"fetching pytest{'' if directory else f' and {demo_source.PROJECT.package}'} (kept for the next time)")
-        dependencies = await demo_source.fetch_dependencies(cache_dir)
+        dependencies = await demo_source.fetch_dependencies(cache_dir, _say)
     pytest = "PYTHONDONTWRITEBYTECODE=1 PYTHONPATH=../deps:.:src python3 -m pytest -q -p no:cacheprovider {}"
     if directory is not None:
         return _Plan(title, Path(directory), "project", files, pytest, dependencies)
-    local = await demo_source.fetch_project(cache_dir)
+    local = await demo_source.fetch_project(cache_dir, _say)
     files = demo_source.find_files(local, demo_source.TEST_GLOBS)
     pin = demo_source.PROJECT
     return _Plan(f"{pin.package} {pin.version}", local, local.name, files, pytest, dependencies)
@@ -202,7 +208,7 @@ async def _run(fo: Fanout, disk: Disk, plan: _Plan, board: Board, timeout_s: flo
     if compare:
         _say("the same one after another, for comparison (--no-compare leaves it out)")
         branch = await disk.branch("one-by-one", checkpoint="start")
-        serial_s = await timed(branch, Board(plan.files), 1)
+        serial_s = await timed(branch, Board(plan.labels()), 1)
     return _Outcome(plan, disk.name, results, wall_s, serial_s, len(set(landed)), len(landed), read_ms)
 
 
@@ -231,15 +237,14 @@ def _show(outcome: _Outcome, board: Board, runs: Sequence[Run], *, keep: bool, a
         return
     print_table(board.table(outcome.results))
     print()
-    line = f"{plan.title}: {count(len(runs), 'exec')} in {outcome.wall_s:.2f} s wall, {bad} failed; "
+    print(f"{plan.title}: {count(len(runs), 'exec')} in {outcome.wall_s:.2f} s wall, {bad} failed (table in ms)")
     if outcome.serial_s is None:
-        print(line + f"their commands used {cpu_s:.2f} s of CPU, the least that one after another takes")
+        print(f"their commands used {cpu_s:.2f} s of CPU, the least that one after another takes")
     else:
-        times = outcome.serial_s / outcome.wall_s
-        print(line + f"one after another they took {outcome.serial_s:.2f} s ({times:.1f}x)")
+        print(f"one after another they took {outcome.serial_s:.2f} s ({outcome.serial_s / outcome.wall_s:.1f}x)")
     print(
-        f"{count(outcome.commits, 'commit')} landed in {count(outcome.log_entries, 'log entry', 'log entries')}; "
-        f"{count(len(outcome.results), 'result')} read back with get_object in {milliseconds(outcome.read_ms)} ms"
+        f"{count(outcome.commits, 'commit')} landed in {count(outcome.log_entries, 'log entry', 'log entries')}, "
+        f"{count(len(outcome.results), 'result')} read with get_object in {milliseconds(outcome.read_ms)} ms"
     )
     if keep:
         name = outcome.disk

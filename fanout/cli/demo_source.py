@@ -12,7 +12,7 @@ import shutil
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,20 +59,21 @@ _DEPENDENCIES = (
 )
 
 
-async def fetch_dependencies(cache_dir: Path) -> Path:
-    """Return a directory to put on PYTHONPATH for pytest; fetched once, then kept below `cache_dir`."""
-    return await _fetch_wheels(cache_dir, _DEPENDENCIES)
+async def fetch_dependencies(cache_dir: Path, say: Callable[[str], None]) -> Path:
+    """Return a directory to put on PYTHONPATH for pytest; fetched once (`say` is told), then kept below `cache_dir`."""
+    return await _fetch_wheels(cache_dir, _DEPENDENCIES, say)
 
 
-async def fetch_project(cache_dir: Path) -> Path:
-    """Return the unpacked source distribution of `PROJECT`; fetched once, then kept below `cache_dir`.
+async def fetch_project(cache_dir: Path, say: Callable[[str], None]) -> Path:
+    """Return the unpacked source distribution of `PROJECT`; fetched once (`say` is told), then kept below `cache_dir`.
 
     `Unavailable` if it cannot be fetched, `Corrupt` if the archive is not the pinned one.
     """
     kept = _kept(cache_dir, (PROJECT,))
     name = f"{PROJECT.package}-{PROJECT.version}"
     if not kept.is_dir():
-        backend = await _fetch_wheels(cache_dir, (_BACKEND,))
+        backend = await _fetch_wheels(cache_dir, (_BACKEND,), say)
+        _tell(say, PROJECT)
         with _beside(kept) as scratch:
             options = ("--no-binary", PROJECT.package, "--no-build-isolation", "--dest", str(scratch / "sdist"))
             await _pip("download", (PROJECT,), scratch, options, python_path=str(backend))
@@ -114,14 +115,19 @@ def find_files(directory: Path, globs: Sequence[str]) -> list[str]:
     return sorted(found)
 
 
-async def _fetch_wheels(cache_dir: Path, pins: Sequence[Pin]) -> Path:
+async def _fetch_wheels(cache_dir: Path, pins: Sequence[Pin], say: Callable[[str], None]) -> Path:
     kept = _kept(cache_dir, pins)
     if not kept.is_dir():
+        _tell(say, pins[0])
         with _beside(kept) as scratch:
             pure = ("--only-binary=:all:", "--implementation=py", "--abi=none", "--platform=any")
             await _pip("install", pins, scratch, (*pure, "--no-compile", "--target", str(scratch / "lib")))
             _keep(scratch / "lib", kept)
     return kept
+
+
+def _tell(say: Callable[[str], None], pin: Pin) -> None:
+    say(f"fetching {pin.package} {pin.version} from the package index, once")
 
 
 async def _pip(

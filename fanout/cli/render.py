@@ -36,6 +36,8 @@ __all__ = [
 _ESCAPED = frozenset({"Cc", "Cs", "Zl", "Zp"})
 #: Characters that reorder what is displayed, with which a name can pretend to be another one.
 _REORDERING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+#: Other columns than the flexible one are not cut to less than this.
+_KEPT_WIDTH = 30
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
@@ -107,22 +109,25 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, flexible: st
 
     Cells must have gone through `safe` or `name` already.
     """
+    from rich.cells import cell_len
     from rich.table import Table
     from rich.text import Text
 
+    cells = [list(row) for row in rows]
     made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
-    for column in columns:
+    for index, column in enumerate(columns):
         title = column.removesuffix(">")
+        widest = max((cell_len(row[index]) for row in cells), default=0)
         made.add_column(
             title,
             justify="right" if column.endswith(">") else "left",
             no_wrap=True,
             overflow="ellipsis",
             ratio=1 if title == flexible else None,
-            min_width=None if title == flexible else len(title),
+            min_width=None if title == flexible else max(len(title), min(widest, _KEPT_WIDTH)),
         )
-    for row in rows:
-        made.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    for row in cells:
+        made.add_row(*map(Text, row))
     return made
 
 

@@ -20,6 +20,11 @@ __all__ = ["COMMANDS", "open_mounts", "run_fields"]
 
 #: What `exec` exits with when the command has no exit code of its own, as timeout(1) and shells have it.
 _NO_EXIT_CODE = {"timed_out": 124, "killed": 137, "oom": 137}
+_ENDED = {
+    "timed_out": "stopped at its timeout (see --timeout)",
+    "killed": "killed from outside",
+    "oom": "killed for lack of memory (see --memory)",
+}
 
 
 def _run_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,6 +157,7 @@ def map_(
                     print_table(board.table(["" if run is None else _result(run) for run in board.runs]))
                     bad = sum(failed(run) for _, run in done)
                     print(f"{count(len(done), 'exec')} in {wall_s:.2f} s, {bad} failed (times in ms)")
+                    _advise([run for _, run in done], options["disks"])
         return int(any(failed(run) for _, run in done))
 
     return run_async(work)
@@ -235,6 +241,8 @@ def _report(run: Run, mounts: dict[str, Disk | Mount], *, quiet: bool) -> None:
         elif commit.conflict is not None:
             line = getattr(mounts[name], "branch", "main")
             print(f"fanout: {_conflict_advice(commit.conflict, line)}", file=sys.stderr)
+    if run.status != "completed":
+        print(f"fanout: the command was {_ENDED[run.status]}", file=sys.stderr)
     if sys.stderr.isatty() and not quiet:
         text = safe(" · ".join(parts))
         click.secho(text, dim=True, err=True)
@@ -250,6 +258,15 @@ def _conflict_advice(conflict: Any, line: str) -> str:
         f"{conflict}; see them: fanout diff {conflict.disk} {line} {rescue}; "
         f"take them: fanout merge {into} {rescue} --on-conflict theirs"
     )
+
+
+def _advise(runs: Sequence[Run], mounts: dict[str, Disk | Mount]) -> None:
+    """Say once for many runs what to do about conflicts."""
+    clashed = [(name, commit.conflict) for run in runs for name, commit in run.commits.items() if commit.conflict]
+    if clashed:
+        name, first = clashed[0]
+        advice = _conflict_advice(first, getattr(mounts[name], "branch", "main"))
+        print(f"fanout: {len(clashed)} conflicted (-d …:conditional lets the later win), as: {advice}", file=sys.stderr)
 
 
 def _exit_code(run: Run) -> int:
