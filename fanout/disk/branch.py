@@ -13,13 +13,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from fanout.config import Tuning
+from fanout.disk.checkout import Taken, locked_paths, overlapping
 from fanout.disk.fold import fold
 from fanout.disk.load import load_state, newest_snap, spans
 from fanout.disk.log import Log
 from fanout.disk.merge import Intent, Policy, Rebased, diverged, rebase
+from fanout.disk.paths import shown
 from fanout.disk.state import Pages, State
-from fanout.errors import Conflict, FanoutError, NotFound, Unknown
+from fanout.errors import Conflict, FanoutError, LeaseLost, NotFound, Unknown
 from fanout.format.entry import DELETED, TOUCHED, BranchRecord, Commit, Effect, Entry, Put
+from fanout.format.lock import Acquire, LockOp, Release, locks_after
 from fanout.format.tree import Snap
 from fanout.runtime import Runtime
 from fanout.store.base import Store
@@ -41,7 +44,8 @@ class Proposal:
     those of the tree it started from, which MUST be given if any node in `intents` comes from that tree: a fold may
     have let go of them since. A merge names what it brings in (`merged_uuid`, `merged_seq`); it is three-way: a path
     that does not hold what its intent saw is in the way, whatever the log says. `age_s` is how long
-    ago its call arrived, which bounds how long it may be held for others.
+    ago its call arrived, which bounds how long it may be held for others. `lock_id` is the lock it holds: without it
+    nothing lands (`LeaseLost`), and what lands releases it. `take` and `free` take or renew, and give back, a lock.
     """
 
     intents: Sequence[Intent]
@@ -55,6 +59,9 @@ class Proposal:
     age_s: float = 0.0
     merged_uuid: str = ""
     merged_seq: int = 0
+    lock_id: str = ""
+    take: Acquire | None = None
+    free: Release | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +107,7 @@ class Branch:
         self._pages = pages
         self._runtime = runtime
         self._tuning = tuning
-        self._state = state
+        self._state = None if state is None else state.unlocked()
         self._past: OrderedDict[int, State] = OrderedDict()
         self._state_lock = threading.Lock()
         self._refresh_lock = threading.Lock()
@@ -109,7 +116,7 @@ class Branch:
         self._queue: list[_Waiting] = []
         self._queue_changed = threading.Condition()
         self._leading = False
-        self._writers = 0
+        self._writers: dict[object, float] = {}
         self._touched: OrderedDict[int, dict[bytes, int]] = OrderedDict()
         self._touched_paths = 0
         self._folder: threading.Thread | None = None
@@ -205,15 +212,19 @@ class Branch:
     # -- writing -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Announce that a commit may come: while several are announced, commits wait for one another a little."""
+    def writing(self, since_s: float) -> Iterator[None]:
+        """Announce that a commit may come: while several are announced, commits wait for one another a little.
+
+        `since_s` is when its call arrived, in monotonic seconds.
+        """
+        writer = object()
         with self._queue_changed:
-            self._writers += 1
+            self._writers[writer] = since_s
         try:
             yield
         finally:
             with self._queue_changed:
-                self._writers -= 1
+                del self._writers[writer]
                 self._queue_changed.notify_all()
 
     def commit(self, proposal: Proposal) -> Landed:
@@ -237,6 +248,21 @@ class Branch:
             raise mine.error
         assert mine.landed is not None
         return mine.landed
+
+    def take(self, acquire: Acquire, *, renew: bool = False) -> None:
+        """Take a lock, or renew the one of this id. `Taken` (a `Busy`) if another is in the way, `LeaseLost`."""
+        names = ", ".join(shown(path) or "/" for path in acquire.paths)
+        message = f"{'renew' if renew else 'check out'} {names}"
+        held = acquire.id if renew else ""
+        self.commit(Proposal((), Policy.STRICT, exec_id=acquire.owner, message=message, lock_id=held, take=acquire))
+
+    def release(self, lock_id: str, *, broken: bool = False, author: str = "") -> None:
+        """Give a lock back, or break somebody else's, whose commit then fails; `NotFound` if it is not held."""
+        lock = self.refresh().locks.get(lock_id)
+        if lock is None:
+            raise NotFound(f"branch {self.name!r} has no lock {lock_id!r}")
+        message = f"{'break' if broken else 'release'} the checkout of {lock.owner}"
+        self.commit(Proposal((), Policy.STRICT, author=author, message=message, free=Release(lock_id, broken)))
 
     def _lead_or_wait(self, mine: _Waiting) -> bool:
         """Wait until `mine` is done or nobody leads; then lead one group. Returns whether to go on."""
@@ -264,14 +290,17 @@ class Branch:
         """Hold the group open while announced writers keep arriving, as long as its first member can afford.
 
         That is twice the time it has taken so far: calls that started together then need a number of entries that
-        grows with the logarithm of how far apart they end, and no call takes more than three times as long.
+        grows with the logarithm of how far apart they end, and no call takes more than three times as long. It ends
+        early when nobody came for as long as the first member took (at most ten gaps). Writers that are much older
+        than it are not waited for: they are the long ones.
         """
         tuning = self._tuning
         age_s = self._queue[0].proposal.age_s if self._queue else 0.0
-        gap_s = min(max(tuning.group_gap_s, age_s / 4), 4 * tuning.group_gap_s)
+        gap_s = min(max(tuning.group_gap_s, age_s), 10 * tuning.group_gap_s)
         now = self._runtime.monotonic()
         deadline, quiet_at = now + min(2 * age_s, tuning.group_wait_s), now + gap_s
-        while len(self._queue) < min(self._writers, tuning.group_commits) and now < min(deadline, quiet_at):
+        old = sum(now - since_s > 4 * age_s for since_s in self._writers.values())
+        while len(self._queue) < min(len(self._writers) - old, tuning.group_commits) and now < min(deadline, quiet_at):
             before = len(self._queue)
             self._queue_changed.wait(min(deadline, quiet_at) - now)
             now = self._runtime.monotonic()
@@ -330,6 +359,7 @@ class Branch:
             proposal = waiting.proposal
             waiting.error = None
             try:
+                operations = self._lock_operations(proposal, working, now_ns)
                 result = self._rebase(proposal, working, state.seq, grouped)
             except FanoutError as error:
                 waiting.error = error
@@ -337,13 +367,13 @@ class Branch:
             if result.conflicts:
                 waiting.error = Conflict([path.decode("utf-8", "surrogateescape") for path in result.conflicts])
                 continue
-            if not result.effects and not proposal.merged_uuid:
+            if not result.effects and not proposal.merged_uuid and not operations:
                 landed.append((waiting, Landed(None, (), now_ns)))
                 continue
             base_seq = state.seq if proposal.base_seq is None else proposal.base_seq
             commit = Commit(
                 now_ns, _text(proposal.author), _text(proposal.message), proposal.exec_id, base_seq, result.effects,
-                proposal.merged_uuid, proposal.merged_seq,
+                proposal.merged_uuid, proposal.merged_seq, operations,
             )  # fmt: skip
             commits.append(commit)
             blobs.update(_carried(result.effects, proposal.blobs, proposal.seen_blobs, state.blob_bytes()))
@@ -351,9 +381,28 @@ class Branch:
             if len(batch) > 1:
                 for effect in result.effects:
                     changes[effect.path] = (seq, effect.node if isinstance(effect, Put) else None)
-                working = State(state.pages, state.snap, state.seq, changes, state.blobs, state.merges)
+                locks = locks_after(working.locks, operations, seq)
+                working = State(state.pages, state.snap, state.seq, changes, state.blobs, state.merges, locks)
                 grouped.update(_touched_by_effects(result.effects))
         return Entry(write_id, seq, now_ns, tuple(commits), blobs) if commits else None
+
+    def _lock_operations(self, proposal: Proposal, tree: State, now_ns: int) -> tuple[LockOp, ...]:
+        """Check a proposal against the locks that are held; returns what it does to them."""
+        own = proposal.lock_id
+        if own and own not in tree.locks:
+            raise LeaseLost(f"the checkout of {proposal.exec_id} was broken before its commit; nothing was written")
+        locked = locked_paths(tree.locks, proposal.intents, own)
+        if locked:
+            raise Conflict([path.decode("utf-8", "surrogateescape") for path in locked])
+        if proposal.take is not None:
+            in_the_way = overlapping(tree.locks, proposal.take.paths, proposal.take.id)
+            for lock in in_the_way:
+                if lock.expires_ns > now_ns:
+                    raise Taken(lock)
+            return (*(Release(lock.id, True) for lock in in_the_way), proposal.take)
+        if proposal.free is not None:
+            return (proposal.free,)
+        return (Release(own),) if own else ()
 
     def _rebase(self, proposal: Proposal, tree: State, tail: int, grouped: Mapping[bytes, int]) -> Rebased:
         if proposal.merged_uuid:

@@ -99,7 +99,7 @@ def _write_pages(
             pages.rewrite(fresh)
         refs = pages.finish()
     merges = tuple((uuid, brought, at) for uuid, (brought, at) in sorted(state.merges.items()))
-    return Snap(state.seq, refs, files, size, merges)
+    return Snap(state.seq, refs, files, size, merges, tuple(state.locks.values()))
 
 
 class _PageList:

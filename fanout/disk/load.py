@@ -57,6 +57,8 @@ def load_state(
             break
     for uuid, high in reversed(todo):
         state = state.apply(Log(store, disk_id, uuid, runtime).after(state.seq, high, far=True))
+        if uuid != record.uuid:
+            state = state.unlocked()
     return state
 
 

@@ -167,10 +167,13 @@ class _Work:
         if self._policy is Policy.STRICT and now is not None and (now.kind == DIR) != (node.kind == DIR):
             self.conflicts.add(intent.path)
             return
-        if not self._may_change(intent, now) or not self._make_parents(intent.path, node.mtime_ns):
+        if not self._may_change(intent, now):
             return
+        base = intent.base
+        if base is not None and now is not None and base.kind == node.kind != now.kind and same_content(base, node):
+            return  # only attributes, of something that is no longer there: no reason to destroy what took its place
         merged = self._merge(intent, node, now)
-        if not same_node(merged, now):
+        if not same_node(merged, now) and self._make_parents(intent.path, node.mtime_ns):
             self.effects[intent.path] = Put(intent.path, merged, _change(now, merged))
 
     def touch(self, intent: Intent) -> None:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from fanout.errors import Corrupt, NotFound
 from fanout.format import layout
 from fanout.format.entry import ADDED, ATTRIBUTES, DELETED, MODIFIED, Entry, Put
+from fanout.format.lock import Lock, locks_after
 from fanout.format.tree import (
     Node,
     PageRef,
@@ -101,10 +102,11 @@ class State:
     """One immutable tree. `changes` maps a path to (seq, node or None) for every effect after the snap.
 
     `blobs` are the packs carried inside the entries after the snap. `folded_seq` is the snap's sequence number.
-    `merges` maps the uuid of each branch that was merged in to (its last sequence number brought, ours then).
+    `merges` maps the uuid of each branch that was merged in to (its last sequence number brought, ours then), `locks`
+    the ids of the locks that are held to them.
     """
 
-    __slots__ = ("_order", "blobs", "changes", "folded_seq", "merges", "pages", "seq", "snap")
+    __slots__ = ("_order", "blobs", "changes", "folded_seq", "locks", "merges", "pages", "seq", "snap")
 
     def __init__(
         self,
@@ -114,6 +116,7 @@ class State:
         changes: Mapping[bytes, tuple[int, Node | None]],
         blobs: Mapping[bytes, tuple[int, bytes]],
         merges: Mapping[str, tuple[int, int]] | None = None,
+        locks: Mapping[str, Lock] | None = None,
     ) -> None:
         self.pages = pages
         self.snap = snap
@@ -121,6 +124,7 @@ class State:
         self.changes = changes
         self.blobs = blobs
         self.merges = {uuid: (brought, at) for uuid, brought, at in snap.merges} if merges is None else merges
+        self.locks = {lock.id: lock for lock in snap.locks} if locks is None else locks
         self.folded_seq = snap.seq
         self._order: list[bytes] | None = None
 
@@ -136,6 +140,7 @@ class State:
     def apply(self, entries: Iterable[Entry]) -> State:
         """Return the tree after `entries`, which follow this one without a gap."""
         changes, blobs, merges, seq = dict(self.changes), dict(self.blobs), dict(self.merges), self.seq
+        locks = self.locks
         for entry in entries:
             if entry.seq != seq + 1:
                 raise Corrupt(f"the log has a hole: entry {entry.seq} follows {seq}")
@@ -143,18 +148,23 @@ class State:
             for commit in entry.commits:
                 if commit.merged_uuid:
                     merges[commit.merged_uuid] = (commit.merged_seq, seq)
+                locks = locks_after(locks, commit.locks, seq)
                 for effect in commit.effects:
                     changes[effect.path] = (seq, effect.node if isinstance(effect, Put) else None)
             for key, data in entry.blobs.items():
                 blobs[key] = (seq, data)
-        return State(self.pages, self.snap, seq, changes, blobs, merges)
+        return State(self.pages, self.snap, seq, changes, blobs, merges, locks)
+
+    def unlocked(self) -> State:
+        """Return the same tree without locks: a branch does not inherit those of the branch it starts from."""
+        return State(self.pages, self.snap, self.seq, self.changes, self.blobs, self.merges, {})
 
     def onto(self, snap: Snap) -> State:
         """Return the same tree resting on a newer snap of the same branch."""
         changes = {path: change for path, change in self.changes.items() if change[0] > snap.seq}
         blobs = {key: blob for key, blob in self.blobs.items() if blob[0] > snap.seq}
-        merges = self.merges if self.seq >= snap.seq else None
-        return State(self.pages, snap, max(self.seq, snap.seq), changes, blobs, merges)
+        merges, locks = (self.merges, self.locks) if self.seq >= snap.seq else (None, None)
+        return State(self.pages, snap, max(self.seq, snap.seq), changes, blobs, merges, locks)
 
     def get(self, path: bytes) -> Node | None:
         """Return the node at `path`, or None."""

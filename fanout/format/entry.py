@@ -11,6 +11,7 @@ from typing import Literal
 import msgspec
 
 from fanout.format import envelope
+from fanout.format.lock import LockOp
 from fanout.format.tree import Node
 
 __all__ = [
@@ -67,7 +68,8 @@ class Commit(msgspec.Struct, frozen=True, array_like=True):
     """What one exec, upload or object call did: its effects apply in order.
 
     `author` says who asked, `exec_id` which call (empty for plain disk calls), `base_seq` what it had seen.
-    A merge names the branch and sequence number it brought in (`merged_uuid`, `merged_seq`).
+    A merge names the branch and sequence number it brought in (`merged_uuid`, `merged_seq`). `locks` are the locks
+    it took, renewed, released or broke.
     """
 
     time_ns: int
@@ -78,6 +80,7 @@ class Commit(msgspec.Struct, frozen=True, array_like=True):
     effects: tuple[Effect, ...]
     merged_uuid: str = ""
     merged_seq: int = 0
+    locks: tuple[LockOp, ...] = ()
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):

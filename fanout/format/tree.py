@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from fanout.format import envelope
+from fanout.format.lock import Lock
 
 __all__ = [
     "DIR",
@@ -98,6 +99,7 @@ class Snap(msgspec.Struct, frozen=True, array_like=True):
     """A whole tree at one sequence number. `files` counts files and links, `bytes` their logical size.
 
     `merges` says for each branch that was merged in: (its uuid, its last sequence number brought, and ours then).
+    `locks` are those held then.
     """
 
     seq: int
@@ -105,6 +107,7 @@ class Snap(msgspec.Struct, frozen=True, array_like=True):
     files: int
     bytes: int
     merges: tuple[tuple[str, int, int], ...] = ()
+    locks: tuple[Lock, ...] = ()
 
 
 _page_decoder = msgspec.msgpack.Decoder(tuple[tuple[bytes, Node], ...])
