@@ -120,7 +120,10 @@ class Process(ABC):
 
     @abstractmethod
     def kill(self) -> None:
-        """Kill the command and all its processes now; `wait` then returns with status "killed"."""
+        """Kill the command and all its processes now; `wait` then returns with status "killed".
+
+        A command that had ended by itself before stays "completed", with its exit code.
+        """
 
 
 class Engine(ABC):

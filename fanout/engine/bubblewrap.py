@@ -204,9 +204,9 @@ class BubblewrapEngine(Engine):
             pass  # it failed in the meantime; wait() says how
         return process
 
-    def _options(self, host: _Host, spec: Spec, points: dict[int, str]) -> list[str | bytes]:
+    def _options(self, host: _Host, spec: Spec, points: dict[int, str]) -> list[str]:
         size = str(min(TMPFS_BYTES, spec.limits.memory_bytes or TMPFS_BYTES))
-        options: list[str | bytes] = [*host.options]
+        options = [*host.options]
         for path, mode in (("/dev/shm", "1777"), ("/tmp", "1777"), (rootfs.HOME, "0700")):
             options += ["--perms", mode, "--size", size, "--tmpfs", path]
         options += ["--remount-ro", "/dev"]
@@ -377,10 +377,10 @@ def _open_pipes(with_stdin: bool) -> tuple[Pipes, list[int]]:
     return Pipes(out_r, err_r, in_w, status_r, block_w), [in_r, out_w, err_w, status_w, block_r]
 
 
-def _memory_file(options: Sequence[str | bytes]) -> int:
+def _memory_file(options: Sequence[str]) -> int:
     """Return a file of NUL-terminated options: not for everybody's eyes in `ps`, nor limited by the kernel."""
     fd = os.memfd_create("fanout-bwrap", os.MFD_CLOEXEC)
-    data = memoryview(b"".join(os.fsencode(word) + b"\0" for word in options))
+    data = memoryview(os.fsencode("\0".join(options) + "\0"))
     while data:
         data = data[os.write(fd, data) :]
     os.lseek(fd, 0, os.SEEK_SET)

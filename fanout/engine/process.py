@@ -36,6 +36,9 @@ CHUNK_BYTES = 64 * 1024
 MARK = b"bwrap: "
 HELD_BYTES = 8 * 1024
 
+#: How much longer than the command's timeout building its sandbox may take.
+BUILD_S = 60.0
+
 #: More chunks than a pipe can hold: what is read of it after everything is dead (somebody else may hold it still).
 LEFT_CHUNKS = 64
 
@@ -198,7 +201,8 @@ class SandboxProcess(Process):
         timeout_s = self._spec.limits.timeout_s
         if timeout_s is None:
             return None
-        left = self._started_s + timeout_s - now
+        building = self._pipes.started >= 0  # not the command's time: on a busy host it may take a while
+        left = self._started_s + timeout_s + (BUILD_S if building else 0) - now
         if left > 0:
             return left * 1000 + 0.5
         self._end("timed_out")

@@ -129,6 +129,7 @@ def test_the_host_s_loopback_is_out_of_reach(bench: Bench) -> None:
 
 def test_there_is_no_terminal(bench: Bench) -> None:
     completed(bench.run("exec 3<>/dev/tty"), 2)
+    assert out(bench, "cut -d' ' -f6 /proc/$$/stat").strip() != "0"  # a session of its own, not the starter's
 
 
 def test_layers_are_out_of_reach(bench: Bench) -> None:
@@ -181,7 +182,7 @@ def test_capabilities_are_few_and_cannot_grow(bench: Bench) -> None:
     assert status["NoNewPrivs"] == "1"
     for kind in ("CapPrm", "CapEff", "CapBnd"):
         assert bin(int(status[kind], 16)).count("1") == len(CAPABILITIES)
-    completed(bench.run("unshare -Ur true"), 1)
+    completed(bench.run("unshare -U true"), 1)
     completed(bench.run("unshare -m true"), 1)
 
 
@@ -237,6 +238,17 @@ def test_a_killed_monitor_is_the_end_of_everything(engine: BubblewrapEngine, ben
     bench.gone(word)
 
 
+def test_the_end_does_not_depend_on_the_init_s_death_signal(tmp_path: Path) -> None:
+    """A command may trace the sandbox's init and make it forget its parent-death signal."""
+    engine = BubblewrapEngine()
+    engine._ready().options.remove("--die-with-parent")
+    bench = Bench(engine, tmp_path)
+    word = bench.sleep_word()
+    assert out(bench, f"(setsid sleep {word} &); echo hi") == "hi\n"
+    bench.gone(word)
+    engine.close()
+
+
 def test_the_thread_that_started_a_command_may_end(engine: BubblewrapEngine) -> None:
     """bwrap's parent-death signal is a matter of the thread that started it."""
     started = []
@@ -269,6 +281,34 @@ script = f"(setsid sleep {word} &); echo up; sleep {word}"
 spec = Spec(["/bin/sh", "-c", script], [Mount("/mnt/w", (lower,), upper, work)])
 engine.start(spec).wait(lambda stream, chunk: print(chunk.decode(), flush=True))
 """
+
+
+SHARED = """
+import sys
+from pathlib import Path
+from fanout.engine.base import Mount, Spec
+from fanout.engine.bubblewrap import BubblewrapEngine
+lower, upper, work = sys.argv[1:]
+before = Path("/proc/self/mountinfo").read_text()
+engine = BubblewrapEngine(overlay="kernel")
+spec = Spec(["/bin/sh", "-c", "echo up"], [Mount("/mnt/w", (lower,), upper, work)])
+same = []
+engine.start(spec).wait(lambda *_: same.append(Path("/proc/self/mountinfo").read_text() == before))
+print(same)
+engine.close()
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_mounts_do_not_reach_a_host_that_shares_its_own(tmp_path: Path) -> None:
+    """As under systemd, where / is a shared mount."""
+    bench = Bench(BubblewrapEngine(), tmp_path)
+    mount = bench.writable(bench.directory())
+    argv = [sys.executable, "-c", SHARED, mount.lowers[0], str(mount.upper), str(mount.work)]
+    done = subprocess.run(
+        ["unshare", "-m", "--propagation", "shared", *argv], capture_output=True, text=True, check=False
+    )
+    assert (done.stdout, done.stderr) == ("[True]\n", "")
 
 
 def test_a_killed_program_leaves_no_process_and_no_mount(bench: Bench, engine: BubblewrapEngine) -> None:
