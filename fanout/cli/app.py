@@ -19,7 +19,7 @@ import click
 if TYPE_CHECKING:
     from fanout import Fanout, Settings
 
-__all__ = ["App", "Globals", "json_option", "run_async", "session", "settings"]
+__all__ = ["App", "Globals", "disk_argument", "json_option", "run_async", "session", "settings"]
 
 #: The exit code of a command ended by a signal is 128 plus the signal, as in a shell.
 _INTERRUPTED = 128 + signal.SIGINT
@@ -138,6 +138,17 @@ def settings(context: click.Context) -> Settings:
 
     options = context.find_object(Globals) or Globals()
     return Settings.load(url=options.url, **options.embedded())
+
+
+def disk_argument(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the argument DISK to a command, checked, passed as `spec`."""
+
+    def check(context: click.Context, parameter: click.Parameter, value: str) -> str:
+        from fanout.cli.spec import parse_disk
+
+        return str(parse_disk(value))
+
+    return click.argument("spec", metavar="DISK", callback=check)(command)
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:

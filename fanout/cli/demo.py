@@ -38,6 +38,7 @@ class _Plan:
     files: Sequence[str]
     command: str
     dependencies: Path | None = None
+    is_script: bool = False
 
     def labels(self) -> list[str]:
         """Return the files without the directory they are all in."""
@@ -47,13 +48,13 @@ class _Plan:
         return [os.path.relpath(file, shared) if shared else file for file in self.files]
 
     def commands(self) -> list[str]:
-        """Return one command for each file, its output going to results/<i>.txt."""
+        """Return one command for each file, all its output going to results/<i>.txt."""
         import shlex
 
-        return [
-            f"cd {self.remote} && {self.command.replace('{}', shlex.quote(file))} > ../results/{index}.txt 2>&1"
-            for index, file in enumerate(self.files)
-        ]
+        filled = [self.command.replace("{}", shlex.quote(file)) for file in self.files]
+        if self.is_script:
+            filled = [f"(\n{script}\n)" for script in filled]
+        return [f"cd {self.remote} && {command} > ../results/{i}.txt 2>&1" for i, command in enumerate(filled)]
 
 
 @dataclass(slots=True)
@@ -136,7 +137,7 @@ async def _plan(
         files = demo_source.find_files(Path(directory), globs or demo_source.TEST_GLOBS)
         title = f"{Path(directory).resolve().name} ({directory})"
         if command is not None:
-            return _Plan(title, Path(directory), "project", files, command)
+            return _Plan(title, Path(directory), "project", files, command, is_script=True)
     has_pytest = await _look(fo)
     cache_dir = settings(context).cache_dir
     dependencies: Path | None = None

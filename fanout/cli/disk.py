@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from fanout.cli.app import json_option, run_async, session
+from fanout.cli.app import disk_argument, json_option, run_async, session
 
 __all__ = ["disk"]
 
@@ -85,7 +85,7 @@ def remove(context: click.Context, names: tuple[str, ...], yes: bool) -> int:
 
 
 @disk.command(short_help="Describe a disk: commits, size, branches, checkpoints.")
-@click.argument("spec", metavar="DISK")
+@disk_argument
 @json_option
 @click.pass_context
 def info(context: click.Context, spec: str, as_json: bool) -> int:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from fanout.cli.app import json_option, run_async, session
+from fanout.cli.app import disk_argument, json_option, run_async, session
 
 if TYPE_CHECKING:
     from fanout.api import Disk, Progress
@@ -22,7 +22,7 @@ _KINDS = {"file": "-", "directory": "d", "symlink": "l"}
 
 
 @click.command(short_help="Upload a file or directory in one commit.")
-@click.argument("spec", metavar="DISK")
+@disk_argument
 @click.argument("local", metavar="LOCAL")
 @click.argument("remote", metavar="REMOTE")
 @json_option
@@ -66,7 +66,7 @@ def put(context: click.Context, spec: str, local: str, remote: str, as_json: boo
 
 
 @click.command(short_help="Download a file or directory.")
-@click.argument("spec", metavar="DISK")
+@disk_argument
 @click.argument("remote", metavar="REMOTE")
 @click.argument("local", metavar="[LOCAL]", default="")
 @click.pass_context
@@ -90,7 +90,7 @@ def get(context: click.Context, spec: str, remote: str, local: str) -> int:
 
 
 @click.command("ls", short_help="List a directory.")
-@click.argument("spec", metavar="DISK")
+@disk_argument
 @click.argument("path", metavar="[PATH]", default="/")
 @click.option("-l", "long", is_flag=True, help="Show mode, size and time of change.")
 @click.option("-R", "recursive", is_flag=True, help="List everything below, as paths.")
@@ -116,7 +116,7 @@ def list_(context: click.Context, spec: str, path: str, long: bool, recursive: b
 
 
 @click.command(short_help="Write files to standard output.")
-@click.argument("spec", metavar="DISK")
+@disk_argument
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
 @click.pass_context
 def cat(context: click.Context, spec: str, paths: tuple[str, ...]) -> int:
@@ -132,7 +132,7 @@ def cat(context: click.Context, spec: str, paths: tuple[str, ...]) -> int:
 
 
 @click.command("rm", short_help="Remove files or directories.")
-@click.argument("spec", metavar="DISK")
+@disk_argument
 @click.argument("paths", metavar="PATH...", nargs=-1, required=True)
 @click.option("-r", "recursive", is_flag=True, help="Remove directories and what is in them.")
 @click.option("-f", "force", is_flag=True, help="Say nothing of a path that is not there.")
@@ -153,7 +153,7 @@ def remove(context: click.Context, spec: str, paths: tuple[str, ...], recursive:
 
 
 @click.command(short_help="Rename a file or directory.")
-@click.argument("spec", metavar="DISK")
+@disk_argument
 @click.argument("source", metavar="SOURCE")
 @click.argument("target", metavar="TARGET")
 @click.pass_context
@@ -164,7 +164,7 @@ def mv(context: click.Context, spec: str, source: str, target: str) -> int:
     async def work() -> None:
         async with session(context) as fo:
             disk = await fo.disks.get(spec)
-            await disk.move(source.rstrip("/") or source, to)
+            await disk.move(_absolute(source.rstrip("/")), _absolute(to))
 
     return run_async(work)
 

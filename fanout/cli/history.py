@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from fanout.cli.app import json_option, run_async, session
+from fanout.cli.app import disk_argument, json_option, run_async, session
 
 __all__ = ["CHANGE_LETTERS", "COMMANDS"]
 
@@ -15,7 +15,7 @@ CHANGE_LETTERS = {"added": "A", "modified": "M", "attributes": "T", "deleted": "
 
 
 @click.command(short_help="Name a disk's state as it is now.")
-@click.argument("spec", metavar="DISK")
+@disk_argument
 @click.argument("name", metavar="[NAME]", required=False)
 @click.option("--list", "listing", is_flag=True, help="List the disk's checkpoints instead.")
 @json_option
@@ -48,7 +48,7 @@ def checkpoint(context: click.Context, spec: str, name: str | None, listing: boo
 
 
 @click.command(short_help="Start a branch, or list them.")
-@click.argument("spec", metavar="DISK")
+@disk_argument
 @click.argument("name", metavar="[NAME]", required=False)
 @click.option("--checkpoint", "start", metavar="NAME", help="Start there instead of at DISK as it is now.")
 @json_option
@@ -84,7 +84,7 @@ def branch(context: click.Context, spec: str, name: str | None, start: str | Non
 
 
 @click.command(short_help="Bring a branch's changes back.")
-@click.argument("spec", metavar="DISK")
+@disk_argument
 @click.argument("name", metavar="BRANCH")
 @click.option(
     "--on-conflict",
@@ -119,7 +119,7 @@ def merge(context: click.Context, spec: str, name: str, on_conflict: str, as_jso
 
 
 @click.command(short_help="Show the commits of a branch.")
-@click.argument("spec", metavar="DISK")
+@disk_argument
 @click.option("-n", "limit", type=click.IntRange(1), default=20, show_default=True, help="How many, newest first.")
 @click.option("-c", "--changes", is_flag=True, help="List the paths that each commit changed.")
 @json_option
@@ -152,7 +152,7 @@ def log(context: click.Context, spec: str, limit: int, changes: bool, as_json: b
 
 
 @click.command(short_help="Show what differs between two points.")
-@click.argument("spec", metavar="DISK")
+@disk_argument
 @click.argument("before", metavar="A")
 @click.argument("after", metavar="[B]", required=False)
 @json_option
@@ -178,7 +178,7 @@ def diff(context: click.Context, spec: str, before: str, after: str | None, as_j
 
 
 @click.command(short_help="Show the checkouts held on a disk.")
-@click.argument("spec", metavar="DISK")
+@disk_argument
 @json_option
 @click.pass_context
 def locks(context: click.Context, spec: str, as_json: bool) -> int:
