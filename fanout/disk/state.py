@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+import msgspec
+
 from fanout.errors import Corrupt, NotFound
 from fanout.format import layout
 from fanout.format.entry import ADDED, ATTRIBUTES, DELETED, MODIFIED, Entry, Put
@@ -106,7 +108,7 @@ class State:
     the ids of the locks that are held to them.
     """
 
-    __slots__ = ("_order", "blobs", "changes", "folded_seq", "locks", "merges", "pages", "seq", "snap")
+    __slots__ = ("_identity", "_order", "blobs", "changes", "folded_seq", "locks", "merges", "pages", "seq", "snap")
 
     def __init__(
         self,
@@ -127,11 +129,26 @@ class State:
         self.locks = {lock.id: lock for lock in snap.locks} if locks is None else locks
         self.folded_seq = snap.seq
         self._order: list[bytes] | None = None
+        self._identity = ""
 
     @property
     def root_id(self) -> str:
         """Identity of the folded part."""
         return root_id(self.snap.pages)
+
+    @property
+    def identity(self) -> str:
+        """Identity of the whole tree: equal ones mean equal trees (64 hex digits). Computed once."""
+        if not self._identity:
+            self._identity = self._identify()
+        return self._identity
+
+    def _identify(self) -> str:
+        if not self.changes:
+            return self.root_id
+        digest = hashlib.sha256(self.root_id.encode())
+        digest.update(msgspec.msgpack.encode([(path, self.changes[path][1]) for path in sorted(self.changes)]))
+        return digest.hexdigest()
 
     def blob_bytes(self) -> Mapping[bytes, bytes]:
         """Return the inline packs by pack id."""

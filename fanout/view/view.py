@@ -10,8 +10,6 @@ import hashlib
 import os
 from collections.abc import Iterator
 
-import msgspec
-
 from fanout.disk.data import Packer, Reader
 from fanout.disk.merge import Intent
 from fanout.disk.state import Difference, State
@@ -142,7 +140,7 @@ def _layers(
     cache: HostCache, reader: Reader, state: State, disk_id: str, subdirectory: bytes, leases: list[Lease]
 ) -> list[str]:
     """Lease a base and, where it differs from `state`, a delta; returns their directories, lowest first."""
-    wanted = tree_identity(state)
+    wanted = state.identity
     for scope in dict.fromkeys((b"", subdirectory)):
         if cache.has("base", _base_id(wanted, scope)):
             base = Known(wanted, state)
@@ -292,13 +290,3 @@ def _inside(lease: Lease, scope: bytes, subdirectory: bytes) -> str:
 def _base_id(identity: str, scope: bytes) -> str:
     """Name a base: by its tree, and by the directory of it that was materialised."""
     return f"{identity}-{hashlib.sha256(scope).hexdigest()[:16]}" if scope else identity
-
-
-def tree_identity(state: State) -> str:
-    """Return the identity of a whole tree: equal ones mean equal trees (64 hex digits)."""
-    if not state.changes:
-        return state.root_id
-    changes = [(path, state.changes[path][1]) for path in sorted(state.changes)]
-    digest = hashlib.sha256(state.root_id.encode())
-    digest.update(msgspec.msgpack.encode(changes))
-    return digest.hexdigest()
