@@ -38,7 +38,7 @@ class Tuning(BaseModel):
     group_commits: int = Field(1024, ge=1)
     group_bytes: int = Field(1 << 20, ge=1)
     group_gap_s: float = Field(0.025, ge=0)
-    group_wait_s: float = Field(1.0, ge=0)
+    group_wait_s: float = Field(2.0, ge=0)
     page_cache_entries: int = Field(64 << 10, ge=1)
 
 
@@ -96,7 +96,8 @@ class Settings(BaseModel):
                 origin[field] = variable
         for name, value in arguments.items():
             if name not in cls.model_fields:
-                raise Invalid.argument(name, value, f"no such setting; there are {', '.join(cls.model_fields)}")
+                # Without the value: a misspelt `api_key` holds a secret, too.
+                raise Invalid(f"there is no setting {name!r}; there are {', '.join(cls.model_fields)}")
             if value is not None:
                 values[name] = value
                 origin[name] = name
@@ -105,5 +106,8 @@ class Settings(BaseModel):
         except ValidationError as error:
             first = error.errors()[0]
             field = str(first["loc"][0]) if first["loc"] else "settings"
-            shown = "(secret)" if field == "api_key" else first.get("input")
-            raise Invalid.argument(origin.get(field, field), shown, first["msg"]) from error
+            secret = field == "api_key"
+            refused = Invalid.argument(
+                origin.get(field, field), "(secret)" if secret else first.get("input"), first["msg"]
+            )
+            raise refused from (None if secret else error)

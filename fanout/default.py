@@ -47,7 +47,8 @@ async def stream(command: str, **options: Any) -> AsyncGenerator[Event, None]:
 
 
 def _close() -> None:
-    import anyio
+    from fanout.local import LocalFanout
 
-    if _connection is not None:
-        anyio.run(_connection.aclose)
+    # At the interpreter's end no thread can be started, and so no event loop that calls into threads.
+    if isinstance(_connection, LocalFanout):
+        _connection.close()

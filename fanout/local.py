@@ -10,7 +10,6 @@ import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import aclosing
-from datetime import UTC, datetime
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -31,13 +30,23 @@ from fanout.disk.state import State
 from fanout.engine.base import Engine
 from fanout.engine.open import open_engine
 from fanout.errors import Invalid, NotFound, Unavailable
-from fanout.format import entry as records
-from fanout.format.tree import DIR, FILE, SYMLINK, Node, content_hash, directory
+from fanout.format.tree import DIR, Node, directory
 from fanout.model import Change, Checkpoint, Commit, CommitPolicy, DirEntry, Event, Mount, ObjectInfo, Run
 from fanout.run import request
 from fanout.run.changes import change_of, changes_of
+from fanout.run.describe import (
+    KINDS,
+    checkpoint_of,
+    commit_of,
+    directory_entry,
+    list_tree,
+    object_info,
+    only_time,
+    when,
+)
 from fanout.run.exec import Host, Job, JobMount
 from fanout.run.executor import LocalExecutor
+from fanout.run.mounts import Lines
 from fanout.run.once import Once
 from fanout.runtime import Runtime, system
 from fanout.store.base import Store
@@ -49,7 +58,6 @@ __all__ = ["LocalDisk", "LocalFanout"]
 
 T = TypeVar("T")
 _BATCH = 256
-_KINDS: dict[int, Literal["file", "directory", "symlink"]] = {DIR: "directory", FILE: "file", SYMLINK: "symlink"}
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -63,8 +71,9 @@ class LocalFanout(Fanout):
         self._runtime = runtime
         self._given_store = store
         self._given_engine = engine
+        self._state_lock = threading.Lock()
         self._engine_lock = threading.Lock()
-        self._once: Once[Run] = Once()
+        self._once: Once[Run] = Once(size_of=lambda run: len(run.stdout_bytes) + len(run.stderr_bytes))
         self._opened = False
 
     async def open(self) -> LocalFanout:
@@ -74,11 +83,16 @@ class LocalFanout(Fanout):
         return self
 
     async def aclose(self) -> None:
-        """Wait for background work and release everything. Execs under way must have ended or been cancelled."""
-        if self._opened:
-            self._opened = False
-            with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(self._close)
+        """Stop execs under way (their callers get `Unavailable`) and release everything. Repeating it is harmless."""
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(self.close)
+
+    def close(self) -> None:
+        """Like `aclose`, blocking."""
+        with self._state_lock:
+            if self._opened:
+                self._opened = False
+                self._close()
 
     async def exec(
         self,
@@ -100,13 +114,12 @@ class LocalFanout(Fanout):
             "commit": commit, "cpus": cpus, "memory_mib": memory_mib,
         }  # fmt: skip
         key = request.check_key(idempotency_key)
-        if key is None:
-            return await self._exec(command, options)
-        return await self._once.run(key, _fingerprint(command, options), partial(self._exec, command, options))
+        call = partial(self._exec, command, options)
+        return await (call() if key is None else self._once.run(key, _fingerprint(command, options), call))
 
     async def stream(self, command: str, **options: Any) -> AsyncGenerator[Event, None]:
         if options.pop("idempotency_key", None) is not None:
-            raise Invalid.argument("idempotency_key", "…", "a stream cannot be joined; use exec")
+            raise Invalid("idempotency_key is set: a stream cannot be joined; use exec")
         job = await self._job(command, options)
         async with aclosing(self._executor.stream(job)) as events:
             async for event in events:
@@ -127,8 +140,8 @@ class LocalFanout(Fanout):
                 min(unknown), options[min(unknown)], f"no such option; there are {', '.join(_OPTIONS)}"
             )
         given = {**_OPTIONS, **options}
-        disks: Mounts = given["disks"] or {}
-        names = [request.check_mount_name(name) for name in disks]
+        disks = request.check_disks(given["disks"])
+        names = list(disks)
         cwd = given["cwd"]
         checked: dict[str, Any] = {
             "command": request.check_command(command),
@@ -137,34 +150,45 @@ class LocalFanout(Fanout):
             "stdin": request.check_stdin(given["stdin"]),
             "limits": request.check_limits(given["timeout_s"], given["cpus"], given["memory_mib"]),
             "commit": request.check_commit(given["commit"]),
-            "network": bool(given["network"]),
+            "network": request.check_network(given["network"]),
         }
-        known = self._known_mounts(disks)
+        mounts = _mounts(disks)
+        known = self._lines.known(mounts)
         if known is None or self._engine is None:
-            known = await anyio.to_thread.run_sync(self._prepare, disks)
+            known = await anyio.to_thread.run_sync(self._prepare, mounts)
+        self._check_open()
         return Job(id=job_id, mounts=known, author=self._author, arrived_s=arrived_s, **checked)
 
     # -- blocking side --------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        settings = self.settings
-        self._store = self._given_store or open_store(settings.store, s3_endpoint=settings.s3_endpoint)
-        self._catalogue = Catalogue(self._store, self._runtime, settings.tuning)
-        self._cache = HostCache(settings.cache_dir, settings.cache_bytes, self._runtime)
-        self._engine: Engine | None = None
-        self._author = settings.author or _user()
-        self.disks: LocalDisks = LocalDisks(self)
-        root = str(settings.root_dir or "/")
-        shell = "/bin/bash" if os.path.exists(os.path.join(root, "bin/bash")) else "/bin/sh"
-        self._host_values = {"shell": shell, "output_bytes": settings.output_bytes}
-        self._opened = True
+        with self._state_lock:
+            if self._opened:
+                return
+            settings = self.settings
+            self._store = self._given_store or open_store(settings.store, s3_endpoint=settings.s3_endpoint)
+            try:
+                self._cache = HostCache(settings.cache_dir, settings.cache_bytes, self._runtime)
+            except BaseException:
+                self._close_store()
+                raise
+            self._catalogue = Catalogue(self._store, self._runtime, settings.tuning)
+            self._engine: Engine | None = None
+            self._author = settings.author or _user()
+            self._lines = Lines(self._catalogue)
+            self.disks: LocalDisks = LocalDisks(self)
+            self._opened = True
 
     def _close(self) -> None:
-        if self._engine is not None:
-            self._executor.close()
-            self._engine.close()
+        with self._engine_lock:  # one that is being made is closed, too
+            if self._engine is not None:
+                self._executor.close()
+                self._engine.close()
         self._catalogue.close()
         self._cache.close()
+        self._close_store()
+
+    def _close_store(self) -> None:
         if self._given_store is None:
             self._store.close()
 
@@ -172,39 +196,25 @@ class LocalFanout(Fanout):
         if not self._opened:
             raise Unavailable("this connection is not open: use `async with fanout.connect(...) as fo`")
 
-    def _prepare(self, disks: Mounts) -> list[JobMount]:
+    def _prepare(self, given: Mapping[str, Mount]) -> list[JobMount]:
         """What may need the store or run something: the engine's first probe, and opening disks."""
-        mounts = [self._job_mount(name, given) for name, given in disks.items()]
+        mounts = self._lines.look_up(given)
         with self._engine_lock:
+            self._check_open()
             if self._engine is None:
                 engine = self._given_engine or open_engine(self.settings)
-                engine.probe()
-                host = Host(engine, self._cache, self._runtime, **self._host_values)  # type: ignore[arg-type]
+                try:
+                    engine.probe()
+                except BaseException:
+                    if self._given_engine is None:
+                        engine.close()
+                    raise
+                bash = os.path.join(str(self.settings.root_dir or "/"), "bin/bash")
+                shell = "/bin/bash" if os.path.exists(bash) else "/bin/sh"
+                host = Host(engine, self._cache, self._runtime, shell, output_bytes=self.settings.output_bytes)
                 self._executor = LocalExecutor(host, self.settings.max_in_flight)
                 self._engine = engine
         return mounts
-
-    def _known_mounts(self, disks: Mounts) -> list[JobMount] | None:
-        """Return the job's mounts without any request, or None where something has to be looked up."""
-        mounts: list[JobMount] = []
-        for name, given in disks.items():
-            if isinstance(given, LocalDisk) and given.at is None:
-                mounts.append(JobMount(name, given.core, given.point, "shared"))
-            else:
-                return None
-        return mounts
-
-    def _job_mount(self, name: str, given: object) -> JobMount:
-        mount = given.mount() if isinstance(given, Disk) else given
-        if not isinstance(mount, Mount):
-            raise Invalid.argument(f"disks[{name!r}]", given, "a disk, or what disk.mount(...) returned")
-        core = self._catalogue.get(mount.disk)
-        branch = core.branch(mount.branch)
-        base = Point(branch) if mount.at is None else core.point(mount.at, mount.branch)
-        if mount.mode != "read_only" and base.branch is not branch:
-            raise Invalid.argument("at", mount.at, f"a point of branch {mount.branch!r}, or mount it read-only")
-        sub = tree_path("subdirectory", (mount.subdirectory or "").rstrip("/") or "/", allow_root=True)
-        return JobMount(name, core, base, mount.mode, sub)
 
 
 class LocalDisks(Disks):
@@ -225,7 +235,12 @@ class LocalDisks(Disks):
             yield await self.get(name)
 
     async def delete(self, name: str) -> None:
-        await self._call(lambda: self._fanout._catalogue.delete(name))
+        def work() -> None:
+            disk_id = self._fanout._catalogue.get(name).id
+            self._fanout._catalogue.delete(disk_id)
+            self._fanout._lines.forget(disk_id)
+
+        await self._call(work)
 
     async def _call(self, function: Callable[[], T]) -> T:
         self._fanout._check_open()
@@ -290,10 +305,10 @@ class LocalDisk(Disk):
         await anyio.to_thread.run_sync(work)
 
     async def put_object(self, key: str, data: bytes | str, *, mode: int = 0o644) -> ObjectInfo:
-        body = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else bytes(data)
-        if not 0 <= mode <= 0o7777:
-            raise Invalid.argument("mode", oct(mode), "permission bits, 0 to 0o7777")
-        is_directory = key.endswith("/") and key.strip("/") != ""
+        body = request.check_bytes("data", data)
+        if not isinstance(mode, int) or not 0 <= mode <= 0o7777:
+            raise Invalid.argument("mode", mode, "permission bits, 0 to 0o7777")
+        is_directory = isinstance(key, str) and key.endswith("/") and key.strip("/") != ""
         path = tree_path("key", key.rstrip("/") if is_directory else key)
 
         def work() -> ObjectInfo:
@@ -302,8 +317,8 @@ class LocalDisk(Disk):
                     raise Invalid.argument("data", body, "empty, for a key that ends in / and so makes a directory")
                 self.core.make_directory(self.point, path, 0o755 if mode == 0o644 else mode, self._author)
                 node = self.core.writable(self.point).known().get(path)
-                return _object(path, node or directory())
-            return _object(path, self.core.put_object(self.point, path, body, mode, self._author))
+                return object_info(path, node or directory())
+            return object_info(path, self.core.put_object(self.point, path, body, mode, self._author))
 
         return await anyio.to_thread.run_sync(work)
 
@@ -316,7 +331,7 @@ class LocalDisk(Disk):
         node = await anyio.to_thread.run_sync(self.core.lookup, self.point, path)
         if node is None or node.kind == DIR:
             return None
-        return _object(path, node)
+        return object_info(path, node)
 
     async def delete_object(self, key: str, *, recursive: bool = False) -> None:
         path = tree_path("key", key.rstrip("/") or "/", allow_root=recursive)
@@ -336,7 +351,7 @@ class LocalDisk(Disk):
     ) -> AsyncIterator[ObjectInfo]:
         start = os.fsencode(prefix).lstrip(b"/")
         after = os.fsencode(start_after).lstrip(b"/")
-        async for item in _each(lambda: _objects(self.point.state(), start, after, recursive)):
+        async for item in _each(lambda: list_tree(self.point.state(), start, after, recursive)):
             yield item
 
     async def listdir(self, path: str = "/") -> AsyncIterator[DirEntry]:
@@ -346,9 +361,9 @@ class LocalDisk(Disk):
             state = self.point.state()
             node = self._must(state, parent, "path")
             if node.kind != DIR:
-                raise Invalid.argument("path", path, "a directory; it is a " + _KINDS[node.kind])
+                raise Invalid.argument("path", path, "a directory; it is a " + KINDS[node.kind])
             for name, child in state.children(parent):
-                yield _dir_entry(parent, name, child)
+                yield directory_entry(parent, name, child)
 
         async for item in _each(entries):
             yield item
@@ -357,12 +372,12 @@ class LocalDisk(Disk):
         made, record = await anyio.to_thread.run_sync(
             self.core.create_checkpoint, name, self.point.branch, self.point.seq
         )
-        return _checkpoint(made, record)
+        return checkpoint_of(made, record)
 
     async def checkpoints(self) -> AsyncIterator[Checkpoint]:
         async for name in _each(self.core.checkpoint_names):
             record = await anyio.to_thread.run_sync(self.core.checkpoint_record, name)
-            yield _checkpoint(name, record)
+            yield checkpoint_of(name, record)
 
     async def branch(self, name: str, *, checkpoint: str | None = None) -> LocalDisk:
         def work() -> LocalDisk:
@@ -406,7 +421,7 @@ class LocalDisk(Disk):
             old = self.core.point(before, self.branch_name)
             new = self.point if after is None else self.core.point(after, self.branch_name)
             for difference in self.core.diff(old, new):
-                if not _only_time(difference.before, difference.after):
+                if not only_time(difference.before, difference.after):
                     yield change_of(difference)
 
         async for change in _each(changes):
@@ -419,7 +434,7 @@ class LocalDisk(Disk):
             low = max(after, high - _BATCH)
             for entry in reversed(list(self.point.branch.history(low, high))):
                 for commit in reversed(entry.commits):
-                    yield _commit(entry.seq, commit)
+                    yield commit_of(entry.seq, commit)
             high = low
 
     def _must(self, state: State, path: bytes, argument: str) -> Node:
@@ -433,7 +448,7 @@ class LocalDisk(Disk):
     def _commit(self, landed: Landed, message: str, seq: int) -> Commit:
         return Commit(
             seq=seq if landed.seq is None else landed.seq,
-            time=_time(landed.time_ns),
+            time=when(landed.time_ns),
             author=self._author,
             message=message,
             exec_id=None,
@@ -467,86 +482,25 @@ def _environment(job_id: str) -> dict[str, str]:
     return {"PATH": _PATH, "HOME": "/root", "USER": "root", "LANG": "C.UTF-8", "FANOUT_EXEC_ID": job_id}
 
 
+def _mounts(disks: Mapping[str, object]) -> dict[str, Mount]:
+    mounts: dict[str, Mount] = {}
+    for name, given in disks.items():
+        mount = given.mount() if isinstance(given, Disk) else given
+        if not isinstance(mount, Mount):
+            raise Invalid.argument(f"disks[{name!r}]", given, "a disk, or what disk.mount(...) returned")
+        mounts[name] = mount
+    return mounts
+
+
 def _fingerprint(command: str, options: Mapping[str, Any]) -> object:
-    plain = dict(options)
-    disks = plain.pop("disks") or {}
-    mounts = {
-        name: given.mount() if isinstance(given, Disk) and given.at is None else given for name, given in disks.items()
+    """What makes two calls the same one; a copy, as the caller may change what he passed."""
+    made = {
+        "disks": _mounts(request.check_disks(options["disks"])),
+        "env": request.check_env(options["env"]),
+        "stdin": request.check_stdin(options["stdin"]),
     }
-    return command, mounts, plain
+    return command, {**options, **made}
 
 
 def _user() -> str:
     return os.environ.get("USER") or f"uid-{os.getuid()}"
-
-
-def _time(ns: int) -> datetime:
-    return datetime.fromtimestamp(ns / 1e9, UTC)
-
-
-def _object(path: bytes, node: Node) -> ObjectInfo:
-    key = shown(path) + ("/" if node.kind == DIR else "")
-    size = len(node.target) if node.kind == SYMLINK else node.size
-    return ObjectInfo(
-        key=key,
-        size=size,
-        etag="" if node.kind == DIR else content_hash(node).hex(),
-        last_modified=_time(node.mtime_ns),
-        mode=node.mode,
-        kind=_KINDS[node.kind],
-    )
-
-
-def _objects(state: State, prefix: bytes, after: bytes, recursive: bool) -> Iterator[ObjectInfo]:
-    if recursive:
-        for path, node in state.scan(max(prefix, after) or b"\x01"):
-            if not path.startswith(prefix):
-                if path > prefix:
-                    return
-                continue
-            if node.kind != DIR and path > after:
-                yield _object(path, node)
-        return
-    parent, _, name = prefix.rpartition(b"/")
-    for child, node in state.children(parent):
-        path = parent + b"/" + child if parent else child
-        if child.startswith(name) and path > after:
-            yield _object(path, node)
-
-
-def _dir_entry(parent: bytes, name: bytes, node: Node) -> DirEntry:
-    return DirEntry(
-        name=shown(name),
-        path="/" + shown(parent + b"/" + name if parent else name),
-        kind=_KINDS[node.kind],
-        size=node.size,
-        mode=node.mode,
-        mtime_ns=node.mtime_ns,
-        target=shown(node.target) if node.kind == SYMLINK else None,
-    )
-
-
-def _checkpoint(name: str, record: records.CheckpointRecord) -> Checkpoint:
-    return Checkpoint(name=name, branch=record.branch, seq=record.seq, time=_time(record.created_ns))
-
-
-def _commit(seq: int, commit: records.Commit) -> Commit:
-    return Commit(
-        seq=seq,
-        time=_time(commit.time_ns),
-        author=commit.author,
-        message=commit.message,
-        exec_id=commit.exec_id or None,
-        base_seq=commit.base_seq,
-        changes=changes_of(commit.effects),
-    )
-
-
-def _only_time(before: Node | None, after: Node | None) -> bool:
-    """Whether only a directory's mtime differs, which moves with every name in it."""
-    return (
-        before is not None
-        and after is not None
-        and before.kind == after.kind == DIR
-        and (before.mode, before.uid, before.gid, before.xattrs) == (after.mode, after.uid, after.gid, after.xattrs)
-    )

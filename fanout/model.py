@@ -226,7 +226,7 @@ class Run(Value):
 
 
 class Started(Value):
-    """The command is running: `id` names the exec, `queue_ms` is final."""
+    """The command is being started: `id` names the exec; `queue_ms` as in its `Timing`, seen a moment earlier."""
 
     id: str
     queue_ms: float
@@ -238,6 +238,10 @@ class Output(Value):
     stream: Literal["stdout", "stderr"]
     data: bytes
     text: str
+
+    @field_serializer("data", when_used="json")
+    def _text(self, value: bytes) -> str:
+        return value.decode("utf-8", "replace")
 
 
 class Finished(Value):

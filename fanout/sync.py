@@ -7,6 +7,7 @@ connection. Every method takes, returns and raises what its async twin in api.py
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
@@ -45,7 +46,12 @@ class _Bridge:
     def call(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
         if self._portal is None:
             raise Unavailable("this connection is not open: use `with fanout.sync.connect(...) as fo`")
-        return self._portal.call(function)
+        future: Future[T] = self._portal.start_task_soon(function)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # this thread was interrupted: what it waited for is not to go on without it
+            raise
 
     def each(self, make: Callable[[], AsyncIterator[T]]) -> Iterator[T]:
         iterator = make()

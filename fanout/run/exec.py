@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Literal
 
 from fanout.disk.branch import Branch, Landed, Proposal
@@ -20,7 +21,7 @@ from fanout.disk.merge import Policy
 from fanout.disk.paths import shown
 from fanout.disk.state import State
 from fanout.engine.base import Engine, Exit, Limits, Process, Spec
-from fanout.errors import Conflict, FanoutError, Invalid
+from fanout.errors import Conflict, FanoutError, Invalid, Unavailable
 from fanout.format.entry import Effect
 from fanout.format.tree import DIR, SYMLINK
 from fanout.model import CommitPolicy, Finished, Mode, Output, Run, RunCommit, Started, Timing, Usage
@@ -30,7 +31,7 @@ from fanout.runtime import Runtime
 from fanout.view.cache import HostCache
 from fanout.view.view import View, open_view
 
-__all__ = ["Cancel", "Cancelled", "Host", "Job", "JobMount", "execute"]
+__all__ = ["Cancel", "Cancelled", "Host", "Job", "JobMount", "announce", "execute"]
 
 Emit = Callable[[Started | Output | Finished], None]
 _POLICIES: Mapping[Mode, Policy] = {"conditional": Policy.LAST_WINS, "shared": Policy.FIRST_WINS}
@@ -127,29 +128,60 @@ class _Mounted:
         return self.state.seq
 
 
-def execute(job: Job, host: Host, cancel: Cancel, emit: Emit | None, ran: Callable[[], None]) -> Run:
+@contextmanager
+def announce(job: Job) -> Iterator[Callable[[], None]]:
+    """Tell the branches that a commit of this job may come; the value takes it back early, from any thread."""
+    lock = threading.Lock()
+    with ExitStack() as announced:
+        if job.commit != "never":
+            for branch in dict.fromkeys(mount.base.branch for mount in job.mounts if mount.mode != "read_only"):
+                announced.enter_context(branch.writing(job.arrived_s))
+
+        def withdraw() -> None:
+            with lock:
+                announced.close()
+
+        try:
+            yield withdraw
+        finally:
+            withdraw()
+
+
+def execute(
+    job: Job,
+    host: Host,
+    cancel: Cancel,
+    emit: Emit | None,
+    ran: Callable[[], None],
+    settled: Callable[[], None],
+) -> Run:
     """Run one job to its end and return its result.
 
-    `emit` receives events as they happen; `ran` is called when the command is over and only its commit is left. Raises
-    `Cancelled` if `cancel` was set in time, and typed errors for what is not the command's doing; an error after the
-    command has run carries what is known as `.run`.
+    `emit` receives events as they happen; `ran` is called when the command is over and only its commit is left, and
+    `settled` when no commit will come any more. Raises `Cancelled` if `cancel` was set before the commit began, and
+    typed errors for what is not the command's doing; an error after the command has run carries what is known as
+    `.run`.
     """
     clock = host.runtime.monotonic
     admitted_s = clock()
     with ExitStack() as stack:
-        mounted = [_open(mount, host, stack) for mount in job.mounts]
+        mounted: list[_Mounted] = []
+        for mount in job.mounts:
+            cancel.check()
+            mounted.append(_open(mount, host, stack))
         _check_cwd(job.cwd, mounted)
         cancel.check()
         mounted_s = clock()
+        streams = _Streams(host.output_bytes, emit)
         process = host.engine.start(_spec(job, mounted, host))
         cancel.attach(process)
-        streams = _Streams(host.output_bytes, emit)
         streams.started(job.id, (clock() - job.arrived_s) * 1e3)
         exit = process.wait(streams.sink)
         streams.flush()
         cancel.check()
         returned_s = clock()
-        commits, failure = _commit_all(job, exit, mounted, host, ran)
+        commits, failure = _commit_all(job, exit, mounted, host, cancel, ran)
+        settled()
         done_s = clock()
     timing = Timing(
         queue_ms=(exit.started_s - job.arrived_s) * 1e3,
@@ -188,8 +220,6 @@ def execute(job: Job, host: Host, cancel: Cancel, emit: Emit | None, ran: Callab
 
 def _open(mount: JobMount, host: Host, stack: ExitStack) -> _Mounted:
     """Find the newest tree and make it visible on this host."""
-    if mount.mode != "read_only":
-        stack.enter_context(mount.base.branch.writing())
     state = mount.base.state()
     view = open_view(
         host.cache,
@@ -237,7 +267,7 @@ def _spec(job: Job, mounted: Sequence[_Mounted], host: Host) -> Spec:
 
 
 def _commit_all(
-    job: Job, exit: Exit, mounted: Sequence[_Mounted], host: Host, ran: Callable[[], None]
+    job: Job, exit: Exit, mounted: Sequence[_Mounted], host: Host, cancel: Cancel, ran: Callable[[], None]
 ) -> tuple[dict[str, RunCommit], FanoutError | None]:
     """Commit the mounts one after the other; returns what landed and the error that stopped the rest, if one did."""
     wanted = job.commit == "always" or (
@@ -245,17 +275,23 @@ def _commit_all(
     )
     results = {each.mount.name: RunCommit(base_seq=each.base_seq) for each in mounted}
     proposals: list[tuple[_Mounted, Proposal]] = []
-    for each in mounted:
-        if wanted and each.mount.mode != "read_only":
-            proposal = _propose(job, each, host)
-            if proposal.intents:
-                proposals.append((each, proposal))
-    ran()
-    for each, proposal in proposals:
-        try:
-            results[each.mount.name] = _commit(job, each, proposal)
-        except FanoutError as error:
-            return results, error
+    try:
+        for each in mounted:
+            if wanted and each.mount.mode != "read_only":
+                proposal = _propose(job, each, host)
+                if proposal.intents:
+                    proposals.append((each, proposal))
+        cancel.check()
+        ran()
+        rescues = (f"{job.id}-{number}" if number > 1 else job.id for number in count(1))
+        for each, proposal in proposals:
+            results[each.mount.name] = _commit(job, each, proposal, rescues)
+    except FanoutError as error:
+        return results, error
+    except OSError as error:
+        failure = Unavailable(f"this host could not read back what the command wrote: {error}")
+        failure.__cause__ = error
+        return results, failure
     return results, None
 
 
@@ -281,13 +317,13 @@ def _propose(job: Job, each: _Mounted, host: Host) -> Proposal:
     )
 
 
-def _commit(job: Job, each: _Mounted, proposal: Proposal) -> RunCommit:
+def _commit(job: Job, each: _Mounted, proposal: Proposal, rescues: Iterator[str]) -> RunCommit:
     mount = each.mount
     branch: Branch = mount.base.branch
     try:
         landed: Landed = branch.commit(proposal)
     except Conflict as conflict:
-        rescue = mount.disk.rescue(mount.base, each.base_seq, proposal, job.id)
+        rescue = mount.disk.rescue(mount.base, each.base_seq, proposal, next(rescues))
         return RunCommit(base_seq=each.base_seq, conflict=Conflict(conflict.paths, rescue, mount.disk.name))
     if landed.seq is None:
         return RunCommit(base_seq=each.base_seq)

@@ -9,17 +9,18 @@ import threading
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import anyio
 import anyio.lowlevel
 
+from fanout.errors import Unavailable
 from fanout.model import Event, Finished, Run
-from fanout.run.exec import Cancel, Cancelled, Host, Job, execute
+from fanout.run.exec import Cancel, Cancelled, Host, Job, announce, execute
 from fanout.run.scheduler import Scheduler
 
-__all__ = ["LocalExecutor", "waker"]
+__all__ = ["LocalExecutor", "Mailbox", "waker"]
 
 #: Events a slow consumer may leave unread before its command is held up.
 _EVENTS_AHEAD = 64
@@ -32,7 +33,9 @@ class LocalExecutor:
         self._host = host
         self._scheduler = Scheduler(max_in_flight)
         self._lock = threading.Lock()
-        self._wake: dict[str, Callable[[], None]] = {}
+        self._closed = False
+        self._wake: dict[str, Callable[[], bool]] = {}
+        self._stop: dict[str, Callable[[], None]] = {}
         # More threads than slots: a job that only waits for its commit has given up its slot.
         self._threads = ThreadPoolExecutor(4 * max_in_flight + 64, "fanout-exec")
 
@@ -51,102 +54,155 @@ class LocalExecutor:
                 yield event
 
     def close(self) -> None:
-        """Wait for the threads; no job may be running."""
+        """Stop what waits and what runs (their callers get `Unavailable`), and wait for the threads."""
+        with self._lock:
+            self._closed = True
+            stop, wake = list(self._stop.values()), list(self._wake.values())
+        for call in (*stop, *wake):
+            call()
         self._threads.shutdown(wait=True)
 
     async def _events(self, job: Job, *, live: bool) -> AsyncGenerator[Event, None]:
-        async with self._slot(job.id) as give_up_slot:
-            mailbox, cancel = _Mailbox(), Cancel()
+        with announce(job) as withdraw:
+            async with self._slot(job) as give_up_slot:
+                mailbox, cancel = Mailbox(self._host.runtime.monotonic, job.limits.timeout_s), Cancel()
 
-            def work() -> None:
-                try:
-                    run = execute(job, self._host, cancel, mailbox.put if live else None, give_up_slot)
-                    mailbox.put(Finished(run=run))
-                except Cancelled:
-                    pass
-                except BaseException as error:
-                    mailbox.fail(error)
-                finally:
-                    mailbox.end()
+                def work() -> None:
+                    try:
+                        emit = mailbox.put if live else None
+                        run = execute(job, self._host, cancel, emit, give_up_slot, withdraw)
+                        mailbox.put(Finished(run=run))
+                    except Cancelled:
+                        mailbox.fail(_closing("while the command ran; it was killed and nothing of it committed"))
+                    except BaseException as error:
+                        mailbox.fail(error)
+                    finally:
+                        withdraw()
+                        mailbox.end()
 
-            self._threads.submit(work)
-            try:
-                while (event := await mailbox.get()) is not None:
-                    yield event
-            finally:
-                if not mailbox.ended:
-                    # Whatever took the caller away: when this returns, everything of the exec is gone.
+                def stop() -> None:
                     cancel.set()
-                    mailbox.discard()
-                    with anyio.CancelScope(shield=True):
-                        while await mailbox.get() is not None:
-                            pass
+                    mailbox.let_go()
+
+                self._submit(job.id, work, stop)
+                try:
+                    while (event := await mailbox.get()) is not None:
+                        yield event
+                finally:
+                    if not mailbox.ended:
+                        # Whatever took the caller away: when this returns, everything of the exec is gone.
+                        cancel.set()
+                        await mailbox.drain()
+                    with self._lock:
+                        self._stop.pop(job.id, None)
+
+    def _submit(self, job_id: str, work: Callable[[], None], stop: Callable[[], None]) -> None:
+        with self._lock:
+            if self._closed:
+                raise _closing("before the command started")
+            self._stop[job_id] = stop
+            self._threads.submit(work)
 
     @asynccontextmanager
-    async def _slot(self, job_id: str) -> AsyncIterator[Callable[[], None]]:
+    async def _slot(self, job: Job) -> AsyncIterator[Callable[[], None]]:
         """Wait for a slot and hold it; the value gives it up early, from any thread."""
         event, wake = waker()
         with self._lock:
-            self._wake[job_id] = wake
-            started = self._scheduler.arrive(job_id)
+            if self._closed:
+                raise _closing("before the command started")
+            self._wake[job.id] = wake
+            started = self._scheduler.arrive(job.id, job.arrived_s)
         self._start(started)
-
-        def leave() -> None:
-            with self._lock:
-                self._wake.pop(job_id, None)
-                started = self._scheduler.leave(job_id)
-            self._start(started)
-
         try:
             await event.wait()
-            yield leave
+            yield lambda: self._leave(job.id)
         finally:
-            leave()
+            self._leave(job.id)
+
+    def _leave(self, job_id: str) -> None:
+        with self._lock:
+            self._wake.pop(job_id, None)
+            started = self._scheduler.leave(job_id)
+        self._start(started)
 
     def _start(self, jobs: list[str]) -> None:
-        for job in jobs:
+        """Tell jobs that they have a slot; those whose event loop is gone pass it on."""
+        while jobs:
+            job_id = jobs.pop(0)
             with self._lock:
-                wake = self._wake.get(job)
-            if wake is not None:
-                wake()
+                wake = self._wake.get(job_id)
+            if wake is not None and not wake():
+                with self._lock:
+                    self._wake.pop(job_id, None)
+                    jobs += self._scheduler.leave(job_id)
 
 
-class _Mailbox:
-    """Events from one worker thread to one async reader; the writer is held up when the reader lags."""
+class Mailbox:
+    """Events from one worker thread to one async reader; the writer is held up when the reader lags.
 
-    def __init__(self) -> None:
+    It is held up until its command's time is up, no longer: `timeout_s` runs from the first event.
+    """
+
+    def __init__(self, monotonic: Callable[[], float], timeout_s: float | None) -> None:
+        self._monotonic = monotonic
+        self._timeout_s = timeout_s
+        self._until_s: float | None = None
         self._changed = threading.Condition()
         self._events: deque[Event] = deque()
         self._error: BaseException | None = None
         self._over = False
+        self._holding = True
         self._discarding = False
-        self._wake: Callable[[], None] | None = None
+        self._wake: Callable[[], bool] | None = None
         #: The reader has seen the end.
         self.ended = False
 
     def put(self, event: Event) -> None:
+        """Hand over one event."""
         with self._changed:
-            while len(self._events) >= _EVENTS_AHEAD and not self._discarding:
-                self._changed.wait()
+            if self._until_s is None and self._timeout_s is not None:
+                self._until_s = self._monotonic() + self._timeout_s
+            while self._holding and len(self._events) >= _EVENTS_AHEAD:
+                left_s = None if self._until_s is None else self._until_s - self._monotonic()
+                if left_s is not None and left_s <= 0:
+                    break
+                self._changed.wait(left_s)
             if not self._discarding:
                 self._events.append(event)
             self._notify()
 
     def fail(self, error: BaseException) -> None:
+        """Have the reader get `error` after what it has not read yet."""
         with self._changed:
             self._error = error
 
     def end(self) -> None:
+        """Nothing comes any more."""
         with self._changed:
             self._over = True
             self._notify()
 
-    def discard(self) -> None:
-        """Drop what is unread and what still comes, errors included."""
+    def let_go(self) -> None:
+        """Hold the writer up no longer."""
+        with self._changed:
+            self._holding = False
+            self._changed.notify_all()
+
+    async def drain(self) -> None:
+        """Drop what is unread and what still comes, errors included, until the end, however often cancelled."""
         with self._changed:
             self._discarding = True
             self._events.clear()
-            self._changed.notify_all()
+        self.let_go()
+        again: BaseException | None = None
+        with anyio.CancelScope(shield=True):
+            while not self.ended:
+                try:
+                    await self.get()
+                except anyio.get_cancelled_exc_class() as error:
+                    again = error  # a task of asyncio, cancelled by its own method: no scope shields from that
+        if again is not None:
+            raise again
 
     async def get(self) -> Event | None:
         """Return the next event, or None at the end; raises what the worker raised."""
@@ -169,14 +225,21 @@ class _Mailbox:
             self._wake = None
 
 
-def waker() -> tuple[anyio.Event, Callable[[], None]]:
-    """Return an event of the running loop and a function that sets it from any thread."""
+def waker() -> tuple[anyio.Event, Callable[[], bool]]:
+    """Return an event of the running loop and a function that sets it from any thread; False if the loop is gone."""
     event = anyio.Event()
     native: Any = anyio.lowlevel.current_token().native_token  # asyncio's loop, or trio's token
     soon = getattr(native, "call_soon_threadsafe", None) or native.run_sync_soon
 
-    def wake() -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+    def wake() -> bool:
+        try:
             soon(event.set)
+        except RuntimeError:
+            return False
+        return True
 
     return event, wake
+
+
+def _closing(when: str) -> Unavailable:
+    return Unavailable(f"the connection was closed {when}")

@@ -1,6 +1,6 @@
 """Idempotency keys: a call repeated under the same key joins the first one or gets its result.
 
-Owns remembering results, in this process, for a bounded number of keys. Knows nothing of execs.
+Owns remembering results, in this process, within bounds. Knows nothing of execs.
 """
 
 from __future__ import annotations
@@ -22,16 +22,25 @@ class _Slot(Generic[T]):
     def __init__(self, request: object) -> None:
         self.request = request
         self.result: T | None = None
+        self.size = 0
         self.over = False
-        self.waiting: list[Callable[[], None]] = []
+        self.waiting: list[Callable[[], object]] = []
 
 
 class Once(Generic[T]):
-    """Runs a call once per key. Failed and cancelled calls are forgotten, so that a retry runs. Thread safe."""
+    """Runs a call once per key. Failed and cancelled calls are forgotten, so that a retry runs. Thread safe.
 
-    def __init__(self, keys: int = 10_000) -> None:
-        self._keys = keys
+    The oldest results are forgotten beyond `max_keys` of them, or `max_bytes` by `size_of`.
+    """
+
+    def __init__(
+        self, max_keys: int = 10_000, max_bytes: int = 64 << 20, *, size_of: Callable[[T], int] = lambda result: 0
+    ) -> None:
+        self._max_keys = max_keys
+        self._max_bytes = max_bytes
+        self._size_of = size_of
         self._slots: OrderedDict[str, _Slot[T]] = OrderedDict()
+        self._bytes = 0
         self._lock = threading.Lock()
 
     async def run(self, key: str, request: object, call: Callable[[], Awaitable[T]]) -> T:
@@ -49,7 +58,7 @@ class Once(Generic[T]):
                 elif not slot.over:
                     slot.waiting.append(wake)
             if slot.request != request:
-                raise Invalid.argument("idempotency_key", key, "it was used for a different call")
+                raise Invalid.argument("idempotency_key", key, "one of its own: it was used for a different call")
             if first:
                 return await self._lead(key, slot, call)
             if not slot.over:
@@ -59,15 +68,29 @@ class Once(Generic[T]):
 
     async def _lead(self, key: str, slot: _Slot[T], call: Callable[[], Awaitable[T]]) -> T:
         try:
-            slot.result = await call()
-            return slot.result
+            result = await call()
+            slot.size = self._size_of(result)
+            slot.result = result
+            return result
         finally:
             with self._lock:
                 slot.over = True
                 if slot.result is None:
-                    self._slots.pop(key, None)
-                while len(self._slots) > self._keys:
-                    self._slots.popitem(last=False)
+                    del self._slots[key]
+                else:
+                    self._slots.move_to_end(key)
+                    self._bytes += slot.size
+                    self._shrink()
                 waiting, slot.waiting = slot.waiting, []
             for wake in waiting:
                 wake()
+
+    def _shrink(self) -> None:
+        """Forget the oldest results; calls under way are no results yet, and stay."""
+        excess = len(self._slots) > self._max_keys or self._bytes > self._max_bytes
+        for key, slot in list(self._slots.items()) if excess else ():
+            if slot.over:
+                del self._slots[key]
+                self._bytes -= slot.size
+            if len(self._slots) <= self._max_keys and self._bytes <= self._max_bytes:
+                return

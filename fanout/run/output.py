@@ -6,13 +6,12 @@ Owns truncation and incremental decoding. Knows nothing of processes.
 from __future__ import annotations
 
 import codecs
-from collections import deque
 
 __all__ = ["Capture", "TextStream"]
 
 
 class Capture:
-    """Collects one stream. Holds at most `cap` bytes plus one chunk, whatever arrives.
+    """Collects one stream. Holds at most one and a half times `cap` bytes plus one chunk, whatever arrives.
 
     Up to `cap` bytes are kept exactly; of more, the first and the last `cap // 2` with a marker between.
     """
@@ -21,8 +20,8 @@ class Capture:
         self.cap = cap
         self.total = 0
         self._head = bytearray()
-        self._tail: deque[bytes] = deque()
-        self._tail_size = 0
+        self._tail = bytearray()
+        self._keep = cap - cap // 2
 
     def feed(self, chunk: bytes) -> None:
         """Take the next bytes."""
@@ -31,12 +30,9 @@ class Capture:
         if room > 0:
             self._head += chunk[:room]
             chunk = chunk[room:]
-        if chunk:
-            self._tail.append(chunk)
-            self._tail_size += len(chunk)
-            keep = self.cap - self.cap // 2
-            while self._tail_size - len(self._tail[0]) >= keep:
-                self._tail_size -= len(self._tail.popleft())
+        self._tail += chunk
+        if len(self._tail) > 2 * self._keep:
+            del self._tail[: -self._keep]
 
     @property
     def truncated(self) -> bool:
@@ -45,12 +41,10 @@ class Capture:
 
     def value(self) -> bytes:
         """Return what was kept."""
-        tail = b"".join(self._tail)
         if not self.truncated:
-            return bytes(self._head) + tail
-        keep = self.cap - self.cap // 2
-        left_out = self.total - self.cap
-        return bytes(self._head) + b"\n[... %d bytes left out ...]\n" % left_out + tail[-keep:]
+            return bytes(self._head + self._tail)
+        marker = b"\n[... %d bytes left out ...]\n" % (self.total - self.cap)
+        return bytes(self._head) + marker + bytes(self._tail[-self._keep :])
 
 
 class TextStream:

@@ -19,13 +19,16 @@ from fanout.model import CommitPolicy
 
 __all__ = [
     "MAX_ARGUMENT_BYTES",
+    "check_bytes",
     "check_command",
     "check_commit",
     "check_cwd",
+    "check_disks",
     "check_env",
     "check_key",
     "check_limits",
     "check_mount_name",
+    "check_network",
     "check_stdin",
     "expand",
 ]
@@ -33,7 +36,8 @@ __all__ = [
 #: The kernel's bound on one argument or variable (MAX_ARG_STRLEN, 32 pages), less its NUL.
 MAX_ARGUMENT_BYTES = (128 << 10) - 1
 _MOUNT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,62}")
-_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+#: More memory than any host has, so that a number of bytes given by mistake is noticed (1 PiB).
+MAX_MEMORY_MIB = 1 << 30
 
 
 def check_command(command: object) -> str:
@@ -42,6 +46,17 @@ def check_command(command: object) -> str:
         raise Invalid.argument("command", command, "a non-empty shell command")
     _check_text("command", command)
     return command
+
+
+def check_disks(disks: object) -> Mapping[str, object]:
+    """Disks come as a mapping from the names they are mounted under; what is mounted is looked at elsewhere."""
+    if disks is None:
+        return {}
+    if not isinstance(disks, Mapping):
+        raise Invalid.argument("disks", disks, 'a mapping such as {"work": disk}')
+    for name in disks:
+        check_mount_name(name)
+    return disks
 
 
 def check_mount_name(name: object) -> str:
@@ -54,34 +69,41 @@ def check_mount_name(name: object) -> str:
 def check_cwd(cwd: object) -> str:
     """A working directory is an absolute path; whether it exists is seen in the sandbox."""
     if not isinstance(cwd, str) or not cwd.startswith("/") or "\0" in cwd:
-        raise Invalid.argument("cwd", cwd, "an absolute path in the sandbox, such as '/mnt/work'")
-    if len(cwd.encode("utf-8", "surrogateescape")) > MAX_PATH_BYTES:
+        raise Invalid.argument("cwd", cwd, "an absolute path in the sandbox, such as '/mnt/work', without NUL")
+    if len(_encoded("cwd", cwd)) > MAX_PATH_BYTES:
         raise Invalid.argument("cwd", cwd, f"at most {MAX_PATH_BYTES} bytes")
     return cwd
 
 
-def check_env(env: Mapping[str, str] | None) -> dict[str, str]:
-    """Variables have names of letters, digits and `_`, and values of at most 128 KiB without NUL."""
+def check_env(env: object) -> dict[str, str]:
+    """Variables have names without NUL, `;` and `=`, and values of at most 128 KiB (with the name) without NUL."""
+    if env is None:
+        return {}
+    if not isinstance(env, Mapping):
+        raise Invalid.argument("env", env, "a mapping from names to values")
     checked: dict[str, str] = {}
-    for key, value in (env or {}).items():
-        if not isinstance(key, str) or not _VARIABLE.fullmatch(key):
-            raise Invalid.argument("env", key, "a variable's name is [A-Za-z_][A-Za-z0-9_]*")
+    for key, value in env.items():
+        if not isinstance(key, str) or not key or any(c in key for c in "\0;="):
+            raise Invalid.argument("env", key, "a variable's name is not empty and holds no NUL, ';' or '='")
         if not isinstance(value, str):
             raise Invalid.argument(f"env[{key!r}]", value, "a variable's value is str")
-        _check_text(f"env[{key!r}]", value, len(key) + 1)
+        _check_text(f"env[{key!r}]", value, len(_encoded("env", key)) + 1)
         checked[key] = value
     return checked
 
 
 def check_stdin(stdin: object) -> bytes:
     """Standard input is bytes, or text that is sent as UTF-8; None is empty."""
-    if stdin is None:
-        return b""
-    if isinstance(stdin, str):
-        return stdin.encode("utf-8", "surrogateescape")
-    if isinstance(stdin, bytes | bytearray | memoryview):
-        return bytes(stdin)
-    raise Invalid.argument("stdin", stdin, "bytes or str")
+    return b"" if stdin is None else check_bytes("stdin", stdin)
+
+
+def check_bytes(argument: str, value: object) -> bytes:
+    """Contents are bytes, or text that is taken as UTF-8 (surrogate escapes are the bytes they stand for)."""
+    if isinstance(value, str):
+        return _encoded(argument, value)
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    raise Invalid.argument(argument, value, "bytes or str")
 
 
 def check_limits(timeout_s: object, cpus: object, memory_mib: object) -> Limits:
@@ -89,19 +111,30 @@ def check_limits(timeout_s: object, cpus: object, memory_mib: object) -> Limits:
     timeout = _positive("timeout_s", timeout_s, f"more than 0 and at most {MAX_TIMEOUT_S:g} seconds")
     if timeout > MAX_TIMEOUT_S:
         raise Invalid.argument("timeout_s", timeout_s, f"more than 0 and at most {MAX_TIMEOUT_S:g} seconds")
+    memory = None
+    if memory_mib is not None:
+        allowed = f"1 to {MAX_MEMORY_MIB} MiB"
+        memory = _positive("memory_mib", memory_mib, allowed)
+        if not 1 <= memory <= MAX_MEMORY_MIB:
+            raise Invalid.argument("memory_mib", memory_mib, allowed)
     return Limits(
         timeout_s=timeout,
-        cpus=None if cpus is None else _positive("cpus", cpus, "a positive number of cores"),
-        memory_bytes=None
-        if memory_mib is None
-        else int(_positive("memory_mib", memory_mib, "a positive number") * (1 << 20)),
+        cpus=None if cpus is None else _positive("cpus", cpus, "a number of cores above 0"),
+        memory_bytes=None if memory is None else int(memory * (1 << 20)),
     )
+
+
+def check_network(network: object) -> bool:
+    """The network is on or off."""
+    if not isinstance(network, bool):
+        raise Invalid.argument("network", network, "True or False")
+    return network
 
 
 def check_commit(policy: object) -> CommitPolicy:
     """The commit policy is one of three words."""
     for known in get_args(CommitPolicy):
-        if policy == known:
+        if isinstance(policy, str) and policy == known:
             return known  # type: ignore[no-any-return]
     raise Invalid.argument("commit", policy, 'one of "always", "on_success", "never"')
 
@@ -129,19 +162,28 @@ def expand(command: str, items: Iterable[object]) -> list[str]:
 
 
 def _positive(argument: str, value: object, allowed: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise Invalid.argument(argument, value, allowed)
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number) or number <= 0:
+        raise Invalid.argument(argument, value, allowed)
+    return number
+
+
+def _encoded(argument: str, value: str) -> bytes:
+    try:
+        return value.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError as error:
+        raise Invalid.argument(argument, value, "encodable as UTF-8") from error
 
 
 def _check_text(argument: str, value: str, extra: int = 0) -> None:
     if "\0" in value:
         raise Invalid.argument(argument, value, "no NUL bytes")
-    try:
-        size = len(value.encode("utf-8", "surrogateescape"))
-    except UnicodeEncodeError as error:
-        raise Invalid.argument(argument, value, "encodable as UTF-8") from error
-    if size + extra > MAX_ARGUMENT_BYTES:
+    if len(_encoded(argument, value)) + extra > MAX_ARGUMENT_BYTES:
         raise Invalid.argument(
             argument, value, f"at most {MAX_ARGUMENT_BYTES} bytes; pass more through stdin or a file"
         )

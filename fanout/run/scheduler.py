@@ -5,7 +5,7 @@ Owns the order (first come, first served) and the cap. Knows no threads, clocks 
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import heapq
 
 __all__ = ["Scheduler"]
 
@@ -15,8 +15,10 @@ class Scheduler:
 
     def __init__(self, cap: int) -> None:
         self.cap = cap
-        self._waiting: OrderedDict[str, None] = OrderedDict()
+        self._waiting: dict[str, int] = {}
+        self._queue: list[tuple[float, int, str]] = []  # of those that left too, until their turn comes
         self._running: set[str] = set()
+        self._number = 0
 
     @property
     def running(self) -> int:
@@ -28,11 +30,16 @@ class Scheduler:
         """How many jobs wait for one."""
         return len(self._waiting)
 
-    def arrive(self, job: str) -> list[str]:
-        """A job wants to run; returns the jobs to start now (this one, or none)."""
+    def arrive(self, job: str, arrived_s: float = 0.0) -> list[str]:
+        """A job wants to run; returns the jobs to start now (this one, or none).
+
+        `arrived_s` is when its call came, which may be before others that are here already; equals keep their order.
+        """
         if job in self._running or job in self._waiting:
             raise ValueError(f"job {job} arrived twice")
-        self._waiting[job] = None
+        self._number += 1
+        self._waiting[job] = self._number
+        heapq.heappush(self._queue, (arrived_s, self._number, job))
         return self._fill()
 
     def leave(self, job: str) -> list[str]:
@@ -44,7 +51,11 @@ class Scheduler:
     def _fill(self) -> list[str]:
         started: list[str] = []
         while self._waiting and len(self._running) < self.cap:
-            job, _ = self._waiting.popitem(last=False)
-            self._running.add(job)
-            started.append(job)
+            _, number, job = heapq.heappop(self._queue)
+            if self._waiting.get(job) == number:
+                del self._waiting[job]
+                self._running.add(job)
+                started.append(job)
+        if not self._waiting:
+            self._queue.clear()
         return started

@@ -1,0 +1,62 @@
+"""From the mounts of a request to open branches and points, without asking the store where that can be.
+
+Owns what of it this process remembers. Decides nothing about trees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fanout.disk.branch import Branch
+from fanout.disk.catalogue import Catalogue
+from fanout.disk.disk import Disk, Point
+from fanout.disk.paths import tree_path
+from fanout.errors import Invalid
+from fanout.model import Mount
+from fanout.run.exec import JobMount
+
+__all__ = ["Lines"]
+
+
+class Lines:
+    """The branches that this connection's execs have mounted, by disk id and name. Thread safe."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+        self._known: dict[tuple[str, str], tuple[Disk, Branch]] = {}
+
+    def known(self, mounts: Mapping[str, Mount]) -> list[JobMount] | None:
+        """Return the job's mounts without any request, or None where something has to be looked up."""
+        found: list[JobMount] = []
+        for name, mount in mounts.items():
+            line = self._known.get((mount.disk, mount.branch))
+            if line is None or mount.at is not None:
+                return None
+            found.append(JobMount(name, line[0], Point(line[1]), mount.mode, _subdirectory(mount)))
+        return found
+
+    def look_up(self, mounts: Mapping[str, Mount]) -> list[JobMount]:
+        """Return the job's mounts; `NotFound` for a disk, branch or point that is not there. Blocking."""
+        return [self._look_up(name, mount) for name, mount in mounts.items()]
+
+    def _look_up(self, name: str, mount: Mount) -> JobMount:
+        disk = self._catalogue.get(mount.disk)
+        branch = disk.branch(mount.branch)
+        self._known[mount.disk, mount.branch] = disk, branch
+        base = Point(branch)
+        if mount.at is not None:
+            base = disk.point(mount.at, mount.branch)
+            if base.seq is not None:
+                base.branch.require(base.seq)
+        if mount.mode != "read_only" and base.branch is not branch:
+            raise Invalid.argument("at", mount.at, f"a point of branch {mount.branch!r}, or mount it read-only")
+        return JobMount(name, disk, base, mount.mode, _subdirectory(mount))
+
+    def forget(self, disk_id: str) -> None:
+        """A disk was deleted: the next exec on it has to look, and will not find it."""
+        for line in [line for line in list(self._known) if line[0] == disk_id]:
+            self._known.pop(line, None)
+
+
+def _subdirectory(mount: Mount) -> bytes:
+    return tree_path("subdirectory", (mount.subdirectory or "").rstrip("/") or "/", allow_root=True)
