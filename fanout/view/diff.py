@@ -67,15 +67,18 @@ def diff_upper(
     reader: Reader,
     *,
     subdirectory: bytes = b"",
+    xattr_prefix: str | None = None,
     runtime: Runtime = system,
 ) -> Found:
     """Compare the layer in the directory `upper`, which lay over `subdirectory` of `state`, with that tree.
 
-    New contents go to `packer`. The processes that wrote the layer must be dead.
+    New contents go to `packer`. The processes that wrote the layer must be dead. `xattr_prefix` is where overlayfs kept
+    its notes ("trusted.overlay." or "user.overlay."), by default either.
     """
     fd = os.open(upper, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
-        return _Diff(fd, state, subdirectory, packer, reader, runtime).run()
+        spaces = _NAMESPACES if xattr_prefix is None else (xattr_prefix,)
+        return _Diff(fd, state, subdirectory, packer, reader, runtime, spaces).run()
     finally:
         os.close(fd)
 
@@ -84,14 +87,16 @@ class _Diff:
     """One run of `diff_upper`: first the walk, which reads no contents, then the files, then the removals."""
 
     def __init__(
-        self, root_fd: int, state: State, prefix: bytes, packer: Packer, reader: Reader, runtime: Runtime
-    ) -> None:
+        self, root_fd: int, state: State, prefix: bytes, packer: Packer, reader: Reader, runtime: Runtime,
+        spaces: tuple[str, ...],
+    ) -> None:  # fmt: skip
         self._root_fd = root_fd
         self._state = state
         self._prefix = prefix
         self._packer = packer
         self._reader = reader
         self._runtime = runtime
+        self._spaces = spaces
         self._uid, self._gid = os.geteuid(), os.getegid()
         self._directories = Directories(root_fd, unlock=True)
         self._files: list[_File] = []
@@ -136,16 +141,19 @@ class _Diff:
             path = join(directory.path, name)
             if stat.S_ISDIR(found.st_mode):
                 inner.append(self._enter(directory, name, found))
-            elif stat.S_ISREG(found.st_mode):
-                self._hides(path, directory.replaced)
-                self._take_file(directory, name, local_name, found)
+                continue
+            base = self._state.get(path)
+            if base is not None and base.kind == DIR and not directory.replaced:
+                self._removed.update(self._state.below(path))  # no directory stands here any more
+            if stat.S_ISREG(found.st_mode):
+                self._take_file(directory, path, local_name, found, base)
             elif stat.S_ISLNK(found.st_mode):
-                self._hides(path, directory.replaced)
-                self._put(path, self._symlink(directory, path, local_name, found))
+                self._put(path, base, self._symlink(directory, local_name, found, base))
             else:
                 if not is_whiteout(found):
                     self._skipped.append(path)
-                self._gone(path, directory.replaced)
+                if base is not None and not directory.replaced:
+                    self._removed[path] = base
         if directory.source is not None and (directory.replaced or directory.source != directory.path):
             self._show_through(directory, names)
         return inner
@@ -154,7 +162,7 @@ class _Diff:
         """Find out what shows through a directory of the layer, and compare its attributes."""
         rel, path = join(parent.rel, name), join(parent.path, name)
         fd = self._directories.open(rel)
-        notes = _notes(fd)
+        notes = _notes(fd, self._spaces)
         source: bytes | None
         if notes.get("opaque") == b"y":
             source = None
@@ -208,30 +216,15 @@ class _Diff:
         for old, node in self._state.below(source):
             rest = old[cut:]
             if rest.partition(b"/")[0] not in names:
-                self._put(join(path, rest), node)
+                new = join(path, rest)
+                self._put(new, self._state.get(new), node)
 
-    def _hides(self, path: bytes, replaced: bool) -> None:
-        """A name that is no directory stands at `path`: what the tree has below it is gone."""
-        if not replaced:
-            base = self._state.get(path)
-            if base is not None and base.kind == DIR:
-                self._removed.update(self._state.below(path))
-
-    def _gone(self, path: bytes, replaced: bool) -> None:
-        if not replaced:
-            base = self._state.get(path)
-            if base is not None:
-                self._hides(path, False)
-                self._removed[path] = base
-
-    def _put(self, path: bytes, node: Node) -> None:
+    def _put(self, path: bytes, base: Node | None, node: Node) -> None:
         self._seen.add(path)
-        base = self._state.get(path)
         if base is None or not _equal(base, node):
             self._changed[path] = Intent(path, base, node)
 
-    def _symlink(self, directory: _Directory, path: bytes, name: str, found: os.stat_result) -> Node:
-        base = self._state.get(path)
+    def _symlink(self, directory: _Directory, name: str, found: os.stat_result, base: Node | None) -> Node:
         target = os.fsencode(os.readlink(name, dir_fd=self._directories.open(directory.rel)))
         return Node(
             SYMLINK, stat.S_IMODE(found.st_mode) if base is None or base.kind != SYMLINK else base.mode,
@@ -247,30 +240,31 @@ class _Diff:
 
     # -- files -----------------------------------------------------------------------------------------------
 
-    def _take_file(self, directory: _Directory, name: bytes, local_name: str, found: os.stat_result) -> None:
-        path = join(directory.path, name)
+    def _take_file(
+        self, directory: _Directory, path: bytes, name: str, found: os.stat_result, base: Node | None
+    ) -> None:
         self._seen.add(path)
         metacopy = None
         if found.st_size and not found.st_blocks:
-            metacopy = self._metacopy(directory, name, local_name)
-        self._files.append(_File(path, LocalFile(directory.rel, local_name, found, self._state.get(path)), metacopy))
+            metacopy = self._metacopy(directory, name)
+        self._files.append(_File(path, LocalFile(directory.rel, name, found, base), metacopy))
 
-    def _metacopy(self, directory: _Directory, name: bytes, local_name: str) -> bytes | None:
+    def _metacopy(self, directory: _Directory, name: str) -> bytes | None:
         """Return where a file's bytes are if overlayfs copied up its attributes only."""
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            file_fd = os.open(local_name, flags, dir_fd=self._directories.open(directory.rel))
+            file_fd = os.open(name, flags, dir_fd=self._directories.open(directory.rel))
         except OSError:
             return None
         try:
-            notes = _notes(file_fd)
+            notes = _notes(file_fd, self._spaces)
         finally:
             os.close(file_fd)
         if "metacopy" not in notes:
             return None
         if "redirect" in notes:
             return self._redirected(directory.source, notes["redirect"])
-        return join(directory.source, name) if directory.source is not None else None
+        return join(directory.source, os.fsencode(name)) if directory.source is not None else None
 
     def _take_files(self) -> None:
         by_inode: dict[tuple[int, int], list[_File]] = {}
@@ -310,15 +304,21 @@ class _Diff:
             origin = self._state.get(first.metacopy)
             if origin is not None and origin.kind == FILE:
                 content = Content(origin.data, origin.size, content.xattrs)
-        bases = {file.path: file.local.base for file in names}
         found = first.local.found
+        if found.st_nlink == 1:
+            base = first.local.base
+            node = self._file_node(base, found, content, first)
+            if base is None or not _equal(base, node):
+                self._put(first.path, base, msgspec.structs.replace(node, link=b"") if node.link else node)
+            return
+        bases = {file.path: file.local.base for file in names}
         if found.st_nlink > len(names):
             bases.update(self._aliases(first.local.base, bases))
         nodes = {path: self._file_node(base, found, content, first) for path, base in bases.items()}
         if any(base is None or not _equal(base, nodes[path]) for path, base in bases.items()):
             link = self._link_id(bases, found.st_nlink)
             for path, node in nodes.items():
-                self._put(path, msgspec.structs.replace(node, link=link))
+                self._put(path, bases[path], msgspec.structs.replace(node, link=link))
 
     def _file_node(self, base: Node | None, found: os.stat_result, content: Content, first: _File) -> Node:
         same = base if base is not None and base.kind == FILE else None
@@ -353,14 +353,14 @@ class _Diff:
         return self._runtime.token_bytes(16)
 
 
-def _notes(fd: int) -> dict[str, bytes]:
+def _notes(fd: int, spaces: tuple[str, ...]) -> dict[str, bytes]:
     """Return overlayfs' own attributes of an open file or directory, by their last name."""
     try:
         names = os.listxattr(fd)
     except OSError:
         return {}
     return {
-        name[len(space) :]: os.getxattr(fd, name) for name in names for space in _NAMESPACES if name.startswith(space)
+        name[len(space) :]: os.getxattr(fd, name) for name in names for space in spaces if name.startswith(space)
     }
 
 

@@ -39,7 +39,7 @@ class View:
 
     def __init__(
         self, cache: HostCache, reader: Reader, state: State, subdirectory: bytes, lowers: list[str],
-        leases: list[Lease], scratch: Scratch | None,
+        leases: list[Lease], scratch: Scratch | None, xattr_prefix: str | None,
     ) -> None:  # fmt: skip
         self._cache = cache
         self._reader = reader
@@ -48,6 +48,7 @@ class View:
         self._lowers = tuple(lowers)
         self._leases = leases
         self._scratch = scratch
+        self._xattr_prefix = xattr_prefix
         self.warm = all(lease.warm for lease in leases)
         self.skipped: tuple[bytes, ...] = ()
 
@@ -63,7 +64,7 @@ class View:
             return []
         found = diff_upper(
             self._scratch.upper, self._state, packer, self._reader,
-            subdirectory=self._subdirectory, runtime=self._cache.runtime,
+            subdirectory=self._subdirectory, xattr_prefix=self._xattr_prefix, runtime=self._cache.runtime,
         )  # fmt: skip
         self.skipped = found.skipped
         return found.intents
@@ -84,10 +85,12 @@ class View:
 
 
 def open_view(
-    cache: HostCache, reader: Reader, state: State, *, disk_id: str, subdirectory: bytes = b"", writable: bool
-) -> View:
+    cache: HostCache, reader: Reader, state: State, *, disk_id: str, subdirectory: bytes = b"", writable: bool,
+    xattr_prefix: str | None = None,
+) -> View:  # fmt: skip
     """Make the tree of `state` (or one directory of it) ready to be mounted.
 
+    `xattr_prefix` is the engine's, see `Engine.xattr_prefix`; without it notes of either kind are believed.
     `NotFound` or `Invalid` for a subdirectory that is not there or not a directory; `Unavailable` where the cache is
     full; `Corrupt` for stored bytes that are not what they should be.
     """
@@ -99,7 +102,7 @@ def open_view(
         if writable:
             scratch = cache.scratch()
             _dress(scratch.upper, root)
-        return View(cache, reader, state, subdirectory, lowers, leases, scratch)
+        return View(cache, reader, state, subdirectory, lowers, leases, scratch, xattr_prefix)
     except BaseException:
         if scratch is not None:
             cache.discard(scratch.path)

@@ -11,6 +11,7 @@ import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -88,7 +89,10 @@ op = st.one_of(
 )
 
 
-def shell(op: tuple[str, ...], number: int) -> str:
+Op = tuple[Any, ...]
+
+
+def shell(op: Op, number: int) -> str:
     kind, target, *rest = op
     p = shlex.quote(target)
     other = shlex.quote(str(rest[0])) if rest else ""
@@ -112,24 +116,42 @@ def shell(op: tuple[str, ...], number: int) -> str:
     }[kind]
 
 
-@pytest.mark.parametrize("subdirectory", [b"", b"s/t"], ids=["whole", "subdirectory"])
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-@given(rounds=st.lists(st.lists(op, min_size=1, max_size=8), min_size=1, max_size=4))
-def test_a_disk_holds_what_commands_left(engine: Engine, subdirectory: bytes, rounds: list[list[tuple[str, ...]]]) -> None:
+rounds_of_ops = st.lists(st.lists(op, min_size=1, max_size=8), min_size=1, max_size=4)
+with_subdirectory = pytest.mark.parametrize("subdirectory", [b"", b"s/t"], ids=["whole", "subdirectory"])
+quick = settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+long = settings(quick, max_examples=1500)
+
+
+@with_subdirectory
+@quick
+@given(rounds=rounds_of_ops)
+def test_a_disk_holds_what_commands_left(engine: Engine, subdirectory: bytes, rounds: list[list[Op]]) -> None:
+    check(engine, subdirectory, rounds)
+
+
+@pytest.mark.soak
+@with_subdirectory
+@long
+@given(rounds=rounds_of_ops)
+def test_a_disk_holds_what_commands_left_for_long(engine: Engine, subdirectory: bytes, rounds: list[list[Op]]) -> None:
+    check(engine, subdirectory, rounds)
+
+
+def check(engine: Engine, subdirectory: bytes, rounds: list[list[Op]]) -> None:
     with tempfile.TemporaryDirectory() as top:
         cache = HostCache(Path(top) / "cache", 1 << 30)
         space = Workspace(TINY)
         if subdirectory:
             space.write({b"beside": b"untouched", subdirectory + b"/a/b": b"first"})
-        before: Contents = of_state(space.state, space.reader, subdirectory)
+        before = of_state(space.state, space.reader, subdirectory)
         try:
             for turn, ops in enumerate(rounds):
                 base = space.state
                 with open_view(
                     cache, space.reader, base, disk_id="d", subdirectory=subdirectory, writable=True
                 ) as view:
-                    commands = "; ".join(f"{{ {shell(each, 10 * turn + i)}; }} 2>/dev/null" for i, each in enumerate(ops))
-                    text = run(engine, view, f"{LISTING}; {commands}; {LISTING}")
+                    steps = [f"{{ {shell(each, 10 * turn + i)}; }} 2>/dev/null" for i, each in enumerate(ops)]
+                    text = run(engine, view, "; ".join((LISTING, *steps, LISTING)))
                     first, last, _ = text.split("====\n")
                     assert of_listing(first) == before, "what the command found"
                     packer = space.packer()
@@ -141,7 +163,7 @@ def test_a_disk_holds_what_commands_left(engine: Engine, subdirectory: bytes, ro
                     space.branch.fold()
             assert fresh(space, f"{top}/fresh", subdirectory) == before, "what another host gets"
             if subdirectory:
-                assert space.state.get(b"beside") is not None
+                assert space.read(b"beside") == b"untouched"
         finally:
             space.close()
             cache.close()
