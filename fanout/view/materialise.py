@@ -131,7 +131,7 @@ class _Build:
 
     def add(self, path: bytes, node: Node | None) -> None:
         parent, _, name = path.rpartition(b"/")
-        if name in (b"", b".", b"..") or b"\0" in path:
+        if name in (b"", b".", b"..") or b"\0" in path or path.startswith(b"/"):
             raise Corrupt(f"{shown(path)} is not a path of a tree")
         if parent not in self._directories:
             raise Corrupt(f"{shown(path)}: what it lies in is not a directory")
