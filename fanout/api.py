@@ -73,7 +73,8 @@ class Disk(ABC):
         if queue_ms is not None:
             raise Invalid.argument("queue_ms", queue_ms, "it bounds the wait for a checkout, and there is none")
         if subdirectory is not None:
-            tree_path("subdirectory", subdirectory.rstrip("/") or "/", allow_root=True)
+            trimmed = subdirectory.rstrip("/") or "/" if isinstance(subdirectory, str) else subdirectory
+            tree_path("subdirectory", trimmed, allow_root=True)
         mode: Mode = "read_only" if read_only else "conditional" if conditional else "shared"
         return Mount(disk=self.id, branch=branch or self.branch_name, mode=mode, subdirectory=subdirectory, at=at)
 
