@@ -10,11 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from fanout.cli.render import console, count, milliseconds, safe, table
+from fanout.cli.render import count, milliseconds, print_table, safe, stderr_console, table
 
 if TYPE_CHECKING:
-    from rich.console import Group
-    from rich.table import Table
+    from rich.text import Text
 
     from fanout.api import Fanout
     from fanout.model import Run
@@ -56,10 +55,10 @@ class Board:
     def _live(self) -> Iterator[None]:
         from rich.live import Live
 
-        out = console(sys.stderr)
+        out = stderr_console()
         with Live(
             console=out,
-            get_renderable=lambda: self.view(out.height - _SPARE_LINES),
+            get_renderable=lambda: self.view(out.height - _SPARE_LINES, out.width),
             transient=True,
             refresh_per_second=12,
         ):
@@ -80,9 +79,8 @@ class Board:
         finally:
             self.finished = before  # type: ignore[method-assign]
 
-    def view(self, height: int) -> Group:
+    def view(self, height: int, width: int) -> Text:
         """Return what is worth seeing in `height` lines: all execs if they fit, else running ones and the latest."""
-        from rich.console import Group
         from rich.text import Text
 
         total, done, running = len(self.labels), len(self._done), len(self._running)
@@ -91,11 +89,12 @@ class Board:
             chosen = [*sorted(self._running), *reversed(self._done)][: max(height, 1)]
             shown = sorted(chosen + self._queued(max(height, 1) - len(chosen)))
         rows = [(self.labels[index], *self._state(index)) for index in shown]
+        head, *body = table(("branch", "state", "ms>"), rows, flexible="branch", width=width)
         summary = f"{done} of {total} done, {running} running, {total - done - running} queued"
-        return Group(table(("branch", "state", "ms>"), rows, flexible="branch"), Text(summary, style="dim"))
+        return Text("\n").join([Text(head, style="bold"), *map(Text, body), Text(summary, style="dim")])
 
-    def table(self, results: Sequence[str]) -> Table:
-        """Return the table at the end; `results` is one line of text for each exec."""
+    def print_table(self, results: Sequence[str]) -> None:
+        """Print the table at the end; `results` is one line of text for each exec."""
         rows = [
             (
                 label,
@@ -105,8 +104,7 @@ class Board:
             )
             for label, run, result in zip(self.labels, self.runs, results, strict=True)
         ]
-        columns = ("branch", "exit", "queue>", "execute>", "commit>", "result")
-        return table(columns, rows, flexible="result")
+        print_table(("branch", "exit", "queue>", "execute>", "commit>", "result"), rows, flexible="result")
 
     def _queued(self, limit: int) -> list[int]:
         if limit <= 0:

@@ -229,14 +229,14 @@ async def _fill(fo: Fanout, disk: Disk, plan: _Plan) -> None:
 
 def _show(outcome: _Outcome, board: Board, runs: Sequence[Run], *, keep: bool, as_json: bool) -> None:
     from fanout.cli.board import failed
-    from fanout.cli.render import count, json_document, milliseconds, print_table
+    from fanout.cli.render import count, json_document, milliseconds
 
     plan, bad = outcome.plan, sum(failed(run) for run in runs)
     cpu_s = sum(run.usage.cpu_s for run in runs)
     if as_json:
         json_document(_fields(outcome, runs, cpu_s))
         return
-    print_table(board.table(outcome.results))
+    board.print_table(outcome.results)
     print()
     print(f"{plan.title}: {count(len(runs), 'exec')} in {outcome.wall_s:.2f} s wall, {bad} failed (table in ms)")
     if outcome.serial_s is None:

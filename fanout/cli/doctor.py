@@ -28,7 +28,7 @@ def doctor(context: click.Context, as_json: bool) -> int:
     Runs a trial command in each engine and races a few small objects in the store. Exits with 69 if nothing
     could run here.
     """
-    from fanout.cli.render import json_document, print_table, safe, table
+    from fanout.cli.render import json_document, safe
     from fanout.errors import TABLE
 
     found = list(_checks(settings(context)))
@@ -37,11 +37,8 @@ def doctor(context: click.Context, as_json: bool) -> int:
     if as_json:
         json_document({"ok": healthy, "checks": found})
     else:
-        rows = [(_MARKS[each["state"]], each["check"], safe(each["text"])) for each in found]
-        made = table(("", "check", "what was found"), rows)
-        made.columns[-1].no_wrap = False
-        made.columns[-1].overflow = "fold"
-        print_table(made)
+        for each in found:
+            print(f"{_MARKS[each['state']]}  {each['check']:<10}  {safe(each['text'])}")
     return 0 if healthy else TABLE["unavailable"].exit
 
 

@@ -252,7 +252,7 @@ def _progress(verb: str) -> Iterator[Progress | None]:
     from rich.live import Live
     from rich.text import Text
 
-    from fanout.cli.render import console, count, size
+    from fanout.cli.render import count, size, stderr_console
 
     state: dict[str, Any] = {"text": f"{verb} ..."}
 
@@ -261,5 +261,5 @@ def _progress(verb: str) -> Iterator[Progress | None]:
         state["text"] = f"{verb} {count(files, 'file')}{of}, {size(size_bytes)}"
 
     show: Callable[[], Text] = lambda: Text(state["text"])  # noqa: E731 - typed for mypy
-    with Live(console=console(sys.stderr), get_renderable=show, transient=True, refresh_per_second=8):
+    with Live(console=stderr_console(), get_renderable=show, transient=True, refresh_per_second=8):
         yield progress

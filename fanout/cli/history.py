@@ -126,7 +126,7 @@ def merge(context: click.Context, spec: str, name: str, on_conflict: str, as_jso
 @click.pass_context
 def log(context: click.Context, spec: str, limit: int, changes: bool, as_json: bool) -> int:
     """Show the commits of DISK, newest first: number, time, author, paths changed, message."""
-    from fanout.cli.render import json_stream, local_time, name, print_table, safe, table
+    from fanout.cli.render import json_stream, local_time, name, print_table, safe
 
     async def work() -> None:
         async with session(context) as fo:
@@ -141,7 +141,7 @@ def log(context: click.Context, spec: str, limit: int, changes: bool, as_json: b
                 for c in commits
             ]
             if rows or sys.stdout.isatty():
-                print_table(table(("commit>", "time", "author", "paths>", "message"), rows, flexible="message"))
+                print_table(("commit>", "time", "author", "paths>", "message"), rows, flexible="message")
             return
         for c in commits:
             print(f"commit {c.seq}  {local_time(c.time)}  {safe(c.author)}  {safe(c.message)}")

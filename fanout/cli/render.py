@@ -11,14 +11,12 @@ import sys
 import unicodedata
 from collections.abc import AsyncIterator, Iterable, Sequence
 from datetime import datetime
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.table import Table
 
 __all__ = [
-    "console",
     "count",
     "json_document",
     "json_stream",
@@ -28,6 +26,7 @@ __all__ = [
     "print_table",
     "safe",
     "size",
+    "stderr_console",
     "table",
     "utc",
 ]
@@ -36,8 +35,8 @@ __all__ = [
 _ESCAPED = frozenset({"Cc", "Cs", "Zl", "Zp"})
 #: Characters that reorder what is displayed, with which a name can pretend to be another one.
 _REORDERING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
-#: Other columns than the flexible one are not cut to less than this.
-_KEPT_WIDTH = 30
+#: No column is cut to less than this.
+_KEPT_WIDTH = 20
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
@@ -94,53 +93,59 @@ def utc(moment: datetime) -> str:
     return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-def console(file: IO[str] | None = None) -> Console:
-    """Return a console on `file` (stdout) that interprets nothing in what it prints and cuts nothing in a pipe."""
+def stderr_console() -> Console:
+    """Return a console on stderr that interprets nothing in what it prints."""
     from rich.console import Console
 
-    out = file or sys.stdout
-    # An own width of rows for what is no terminal: programs that read them want whole rows.
-    width = None if out.isatty() else 100_000
-    return Console(file=out, markup=False, highlight=False, emoji=False, width=width, legacy_windows=False)
+    return Console(file=sys.stderr, markup=False, highlight=False, emoji=False)
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, flexible: str | None = None) -> Table:
-    """Return a borderless table. A column whose name ends in `>` is set right; `flexible` is cut when short of room.
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], *, flexible: str | None = None, width: int | None = None
+) -> list[str]:
+    """Return the lines of a table, its titles first. A column whose name ends in `>` is set right.
 
-    Cells must have gone through `safe` or `name` already.
+    Over `width`, text columns are cut: `flexible` first, then the widest; numbers never. Cells must have gone
+    through `safe` or `name` already.
     """
     from rich.cells import cell_len
-    from rich.table import Table
-    from rich.text import Text
 
-    cells = [list(row) for row in rows]
-    made = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="bold", show_edge=False)
-    for index, column in enumerate(columns):
-        title = column.removesuffix(">")
-        widest = max((cell_len(row[index]) for row in cells), default=0)
-        made.add_column(
-            title,
-            justify="right" if column.endswith(">") else "left",
-            no_wrap=True,
-            overflow="ellipsis",
-            ratio=1 if title == flexible else None,
-            min_width=None if title == flexible else max(len(title), min(widest, _KEPT_WIDTH)),
-        )
-    for row in cells:
-        made.add_row(*map(Text, row))
-    return made
+    titles = [column.removesuffix(">") for column in columns]
+    right = [column.endswith(">") for column in columns]
+    cells = [titles, *(list(row) for row in rows)]
+    widths = [max(cell_len(row[index]) for row in cells) for index in range(len(titles))]
+    if width is not None:
+        over = sum(widths) + 2 * (len(widths) - 1) - width
+        text_columns = sorted((i for i in range(len(titles)) if not right[i]), key=lambda i: -widths[i])
+        for index in sorted(text_columns, key=lambda i: titles[i] != flexible):
+            given_up = max(0, min(over, widths[index] - _KEPT_WIDTH))
+            widths[index] -= given_up
+            over -= given_up
+    return [
+        "  ".join(_fit(cell, wide, to_right) for cell, wide, to_right in zip(row, widths, right, strict=True)).rstrip()
+        for row in cells
+    ]
 
 
-def print_table(made: Table) -> None:
-    """Print a table on stdout; in a pipe without the padding at the ends of lines."""
-    out = console()
-    if out.is_terminal:
-        out.print(made)
-        return
-    with out.capture() as captured:
-        out.print(made)
-    for line in captured.get().splitlines():
-        print(line.rstrip())
+def _fit(text: str, width: int, to_right: bool) -> str:
+    from rich.cells import cell_len, set_cell_size
+
+    room = width - cell_len(text)
+    if room < 0:
+        return set_cell_size(text, width - 1) + "…"
+    return " " * room + text if to_right else text + " " * room
+
+
+def print_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, flexible: str | None = None) -> None:
+    """Print a table on stdout: cut to a terminal's width, whole in a pipe."""
+    import shutil
+
+    on_terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if on_terminal else None
+    head, *body = table(columns, rows, flexible=flexible, width=width)
+    print(f"\x1b[1m{head}\x1b[0m" if on_terminal else head)
+    for line in body:
+        print(line)
 
 
 def json_document(value: Any) -> None:

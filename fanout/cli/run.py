@@ -129,7 +129,7 @@ def map_(
     standard input, one a line. Ends in a table, and exits with 1 if any failed or conflicted.
     """
     from fanout.cli.board import Board, failed, run_all
-    from fanout.cli.render import count, json_document, print_table
+    from fanout.cli.render import count, json_document
     from fanout.cli.spec import environment, parse_mount
     from fanout.run.request import expand
 
@@ -154,7 +154,7 @@ def map_(
                 if as_json:
                     json_document([{"item": found[index], **run_fields(run)} for index, run in done])
                 elif done:
-                    print_table(board.table(["" if run is None else _result(run) for run in board.runs]))
+                    board.print_table(["" if run is None else _result(run) for run in board.runs])
                     bad = sum(failed(run) for _, run in done)
                     print(f"{count(len(done), 'exec')} in {wall_s:.2f} s, {bad} failed (times in ms)")
                     _advise([run for _, run in done], options["disks"])

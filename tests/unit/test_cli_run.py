@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 
 from fanout.cli import demo_source
 from fanout.cli.root import cli
+from fanout.errors import Corrupt
 
 Cli = Callable[..., Result]
 
@@ -239,7 +240,7 @@ def test_demo_refuses_another_archive(tmp_path: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(demo_source, "_pip", fake_pip)
-        with pytest.raises(demo_source.Corrupt, match="pins"):
+        with pytest.raises(Corrupt, match="pins"):
             anyio.run(demo_source.fetch_project, tmp_path, lambda text: None)
     assert not demo_source._kept(tmp_path, (wheel_only,)).exists()
 
