@@ -12,6 +12,7 @@ import pytest
 from fanout.errors import Corrupt, Limit
 from fanout.format import layout
 from fanout.format.tree import DIR, FILE, HOLE, SYMLINK, Node, Ref, directory
+from fanout.view.local import remove_tree
 from fanout.view.materialise import Written, materialise
 from tests.support.views import TINY, Workspace, folder, of_directory, of_state
 
@@ -173,3 +174,7 @@ def test_deeper_than_a_path_can_be(tmp_path: Path) -> None:
         if depth % 1000 == 0:
             assert os.fstat(fd).st_mtime_ns == depth
     os.close(fd)
+    top = os.open(tmp_path, os.O_RDONLY)
+    remove_tree(top, "t")
+    os.close(top)
+    assert os.listdir(tmp_path) == []
