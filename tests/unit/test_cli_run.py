@@ -258,3 +258,14 @@ def test_doctor(fanout: Cli) -> None:
     text = fanout("doctor").stdout
     assert "ok  bubblewrap" in text
     assert "ok  store" in text
+
+
+@pytest.mark.soak
+def test_demo_on_the_pinned_project(fanout: Cli) -> None:
+    """Needs the package index, through pip."""
+    result = parsed(fanout("demo", "--json"))
+    assert result["project"] == "click 8.1.8"
+    assert result["execs"] == result["commits"] == 20
+    assert all(" passed" in run["result"] for run in result["runs"])
+    assert 1 <= result["log_entries"] <= 20
+    assert result["one_after_another_s"] > 0
