@@ -62,13 +62,21 @@ class Log:
     def append(
         self, tail: int, build: Callable[[int, bytes], Entry | None], advance: Callable[[Sequence[Entry]], None]
     ) -> Entry | None:
-        """Make one entry durable at the end of the log and return it (None if `build` found nothing to write).
+        """Make one entry durable at the end of the log and return it (None if `build` finds nothing to write there).
 
         `tail` is the last entry the caller knows. `build(seq, write_id)` makes the entry for a place in the log;
         it is called again after `advance(entries)` has shown the caller what others wrote meanwhile.
         `Unavailable`: certainly not written. `Unknown`: the outcome could not be learned.
         """
         entry = build(tail + 1, self._runtime.token_bytes(16))
+        if entry is None:
+            # Only an entry that lands proves that `tail` was the tail. A conflict with, or doing nothing about, what
+            # others have changed since would be an answer from the past.
+            news = list(self.after(tail))
+            if not news:
+                return None
+            advance(news)
+            entry = build(news[-1].seq + 1, self._runtime.token_bytes(16))
         failure: FanoutError | None = None
         ambiguous = False
         attempt = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 
 from fanout.config import Tuning
@@ -12,7 +13,7 @@ from fanout.disk.state import State
 from fanout.format import layout
 from fanout.format.entry import BranchRecord, DiskRecord, encode_branch, encode_disk
 from fanout.format.tree import DIR, FILE, HOLE, Node, parents
-from fanout.runtime import Runtime, system
+from fanout.runtime import Runtime, seeded, system
 from fanout.store.base import Store
 
 #: Everything so small that every rare path is taken.
@@ -38,6 +39,17 @@ def hasty(runtime: Runtime = system) -> Runtime:
         sleep=lambda seconds: None,
         token_bytes=runtime.token_bytes,
         uniform=runtime.uniform,
+    )
+
+
+def fixed(seed: int, start_ns: int = 1_750_000_000 * 10**9) -> Runtime:
+    """A runtime of which everything depends on the seed: ids, and a clock that moves 1 ms at each look."""
+    source, ticks = seeded(seed), itertools.count(start_ns, 10**6)
+    return Runtime(
+        now_ns=lambda: next(ticks),
+        sleep=lambda seconds: None,
+        token_bytes=source.token_bytes,
+        uniform=source.uniform,
     )
 
 
