@@ -26,7 +26,7 @@ from typing import Literal
 from fanout.engine import hints, limits, rootfs
 from fanout.engine.base import Engine, Limits, Mount, Process, Spec, check_spec
 from fanout.engine.namespace import Child, Spawner, end_monitor
-from fanout.engine.process import Pipes, SandboxProcess, raise_setup_failure
+from fanout.engine.process import Pipes, SandboxProcess, collect_init, raise_setup_failure
 from fanout.errors import EngineUnavailable, Invalid
 from fanout.runtime import Runtime, system
 
@@ -63,8 +63,10 @@ class BubblewrapEngine(Engine):
     "kernel" where this process may mount. `cgroup` is a cgroup v2 directory delegated to us, without processes of
     its own, to hold one cgroup an exec; without one a delegation by systemd is found by itself, else rlimits and
     CPU affinity are used. `nested` allows user namespaces inside, which sandboxes within the sandbox need.
-    `reaper` makes this process collect its orphaned descendants (PR_SET_CHILD_SUBREAPER), for exact CPU time and
-    peak memory without cgroups; it is for programs of our own, since orphans of anybody else fall to us as well.
+    `reaper` makes this process collect its orphaned descendants (PR_SET_CHILD_SUBREAPER) until `close`: exact CPU
+    time and peak memory, and no zombies in a container without a proper init. The price: orphans of this process's
+    other children fall to it as well, and stay zombies until it ends. Without it CPU time is read just before the
+    init is gone, in steps of 10 ms, and peak memory is unknown (0).
 
     Raises `Invalid` for paths that do not exist. What this host cannot do shows in `probe` or the first `start`.
     """
@@ -79,7 +81,7 @@ class BubblewrapEngine(Engine):
         overlay: Overlay = "auto",
         cgroup: Path | None = None,
         nested: bool = False,
-        reaper: bool = False,
+        reaper: bool = True,
         runtime: Runtime = system,
     ) -> None:
         if root is not None and not root.is_dir():
@@ -141,6 +143,8 @@ class BubblewrapEngine(Engine):
             process.kill()
         if host is not None:
             host.close()
+            if self._reaper:
+                limits.orphans.release()
 
     def _launch(self, host: _Host, spec: Spec, pipes: Pipes, child_ends: list[int]) -> SandboxProcess:
         stdin, stdout, stderr, status, block = child_ends
@@ -193,8 +197,9 @@ class BubblewrapEngine(Engine):
                 self._running.add(process)
         except BaseException:
             signal.pidfd_send_signal(init_fd, signal.SIGKILL)
-            os.close(init_fd)
             end_monitor(monitor)
+            collect_init(init, init_fd)
+            os.close(init_fd)
             if cgroup is not None:
                 cgroup.remove()
             raise
@@ -228,7 +233,7 @@ class BubblewrapEngine(Engine):
                 parent = self._cgroup
                 self._host = _Host(self._root, self._host_paths, self._overlay, parent, nested=self._nested)
                 if self._reaper:
-                    limits.collect_orphans()
+                    limits.orphans.hold()
             return self._host
 
 

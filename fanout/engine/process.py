@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import select
 import signal
 import threading
@@ -28,7 +29,7 @@ from fanout.engine.limits import Cgroup
 from fanout.errors import EngineUnavailable, Invalid
 from fanout.runtime import Runtime
 
-__all__ = ["Pipes", "SandboxProcess"]
+__all__ = ["Pipes", "SandboxProcess", "collect_init", "raise_setup_failure"]
 
 CHUNK_BYTES = 64 * 1024
 
@@ -272,12 +273,8 @@ class SandboxProcess(Process):
                 cpu_s, rss = used.ru_utime + used.ru_stime, used.ru_maxrss * 1024
         except ChildProcessError:
             pass  # this program collects every child (SIGCHLD ignored, or waitpid(-1))
-        try:
-            os.waitid(os.P_PIDFD, self._init_fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            _, _, used = os.wait4(self._init, 0)
-            cpu_s, rss = used.ru_utime + used.ru_stime, used.ru_maxrss * 1024
-        except ChildProcessError:
-            pass  # the usual case: the init falls to the host's init or another subreaper
+        if (whole := collect_init(self._init, self._init_fd)) is not None:
+            cpu_s, rss = whole.ru_utime + whole.ru_stime, whole.ru_maxrss * 1024
         if self._cgroup is not None and (counted := self._cgroup.usage()) is not None:
             cpu_s, rss = counted
         return status, cpu_s, rss
@@ -330,6 +327,18 @@ class _Immortal(EngineUnavailable):
 
 def _discard(stream: str, chunk: bytes) -> None:
     """Take output that nobody wants any more."""
+
+
+def collect_init(init: int, init_fd: int) -> resource.struct_rusage | None:
+    """Wait for a dying init and collect it, if it fell to us; return the usage of all its sandbox.
+
+    None where the monitor collected it, or it fell to somebody else (an engine that is no reaper).
+    """
+    try:
+        os.waitid(os.P_PIDFD, init_fd, os.WEXITED | os.WNOWAIT)
+        return os.wait4(init, 0)[2]
+    except ChildProcessError:
+        return None
 
 
 def _exec_failure(spec: Spec, said: bytes) -> tuple[int, bytes] | None:

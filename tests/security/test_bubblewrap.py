@@ -244,7 +244,9 @@ def test_the_end_does_not_depend_on_the_init_s_death_signal(tmp_path: Path) -> N
     engine._ready().options.remove("--die-with-parent")
     bench = Bench(engine, tmp_path)
     word = bench.sleep_word()
+    began = time.monotonic()
     assert out(bench, f"(setsid sleep {word} &); echo hi") == "hi\n"
+    assert time.monotonic() - began < 30  # not killed by the timeout
     bench.gone(word)
     engine.close()
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,7 +112,7 @@ def test_cpus_are_dealt_out_in_turn() -> None:
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
-    return Bench(BubblewrapEngine(reaper=False), tmp_path)
+    return Bench(BubblewrapEngine(), tmp_path)
 
 
 def test_rlimits_reach_the_command(bench: Bench) -> None:
@@ -143,24 +146,38 @@ def test_cpu_time_of_all_processes_is_counted(bench: Bench) -> None:
 
 
 REAPER = """
-import json
+import ctypes, json, os, sys
+from pathlib import Path
 from fanout.engine.base import Spec
 from fanout.engine.bubblewrap import BubblewrapEngine
-engine = BubblewrapEngine(reaper=True)
-word = "x = bytearray(60_000_000); x[::4096] = b'1' * len(x[::4096]); sum(range(2_000_000))"
-ended = engine.start(Spec(["/usr/bin/python3", "-c", word])).wait(lambda *_: None)
-print(json.dumps([ended.exit_code, ended.cpu_s, ended.max_rss_bytes]))
+
+def subreaper():
+    value = ctypes.c_int()
+    ctypes.CDLL(None).prctl(37, ctypes.byref(value), 0, 0, 0)
+    return value.value
+
+engine = BubblewrapEngine(reaper=sys.argv[1] == "True")
+program = "x = bytearray(60_000_000); x[::4096] = b'1' * len(x[::4096]); sum(range(3_000_000))"
+ended = engine.start(Spec(["/usr/bin/python3", "-c", program])).wait(lambda *_: None)
+during = subreaper()
 engine.close()
+zombies = 0
+for path in Path("/proc").glob("[0-9]*/stat"):
+    try:
+        zombies += path.read_text().rpartition(")")[2].split()[:2] == ["Z", str(os.getpid())]
+    except OSError:
+        pass
+print(json.dumps([ended.exit_code, ended.cpu_s, ended.max_rss_bytes, during, subreaper(), zombies]))
 """
 
 
-def test_a_reaper_counts_exactly() -> None:
-    import json
-    import subprocess
-    import sys
-
-    done = subprocess.run([sys.executable, "-c", REAPER], capture_output=True, text=True, check=True)
-    code, cpu_s, rss = json.loads(done.stdout)
-    assert code == 0
-    assert 0.005 < cpu_s < 10
-    assert 50_000_000 < rss < 500_000_000
+@pytest.mark.parametrize("reaper", [True, False])
+def test_a_reaper_counts_exactly_and_is_one_until_closed(reaper: bool) -> None:
+    done = subprocess.run([sys.executable, "-c", REAPER, str(reaper)], capture_output=True, text=True, check=True)
+    code, cpu_s, rss, during, after, zombies = json.loads(done.stdout)
+    assert (code, during, after, zombies) == (0, int(reaper), 0, 0)
+    if reaper:
+        assert 0.01 < cpu_s < 10
+        assert 50_000_000 < rss < 500_000_000
+    else:
+        assert rss == 0
