@@ -5,7 +5,7 @@ Owns what of a tree is shown and how. Pure but for the pages a tree loads.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -62,22 +62,22 @@ def _one_level(state: State, prefix: bytes, after: bytes) -> Iterator[ObjectInfo
         node = state.get(inside + seen[:size])
         if node is not None and node.kind == DIR and inside + seen[:size] + b"/" > after:
             held.append((seen[:size], node))
+    ready: list[tuple[bytes, Node]] = []
     for name, node in state.children(parent, seen):
         while held and held[-1][0] + b"/" < name:
-            yield from _if_begins(begin, inside, *held.pop())
-        if node.kind == DIR:
-            held.append((name, node))
-        else:
-            yield from _if_begins(begin, inside, name, node)
+            ready.append(held.pop())
+        (held if node.kind == DIR else ready).append((name, node))
+        yield from _chosen(ready, begin, inside, after)
+        ready.clear()
         if name > begin and not name.startswith(begin):
             break
-    while held:
-        yield from _if_begins(begin, inside, *held.pop())
+    yield from _chosen(reversed(held), begin, inside, after)
 
 
-def _if_begins(begin: bytes, inside: bytes, name: bytes, node: Node) -> Iterator[ObjectInfo]:
-    if name.startswith(begin):
-        yield object_info(inside + name, node)
+def _chosen(entries: Iterable[tuple[bytes, Node]], begin: bytes, inside: bytes, after: bytes) -> Iterator[ObjectInfo]:
+    for name, node in entries:
+        if name.startswith(begin) and inside + name + (b"/" if node.kind == DIR else b"") > after:
+            yield object_info(inside + name, node)
 
 
 def directory_entry(parent: bytes, name: bytes, node: Node) -> DirEntry:
