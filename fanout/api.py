@@ -253,7 +253,7 @@ class Fanout(ABC):
         error (not a failing command) cancels the others and is raised. Other options as in `exec`.
         """
         commands = expand(command, items)
-        if max_in_flight is not None and (isinstance(max_in_flight, bool) or max_in_flight < 1):
+        if max_in_flight is not None and (type(max_in_flight) is not int or max_in_flight < 1):
             raise Invalid.argument("max_in_flight", max_in_flight, "at least 1")
         runs: list[Run | None] = [None] * len(commands)
         failures: list[BaseException] = []

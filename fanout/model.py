@@ -5,6 +5,7 @@ Owns their names and units. Builds nothing and does no I/O.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
@@ -50,6 +51,10 @@ class Value(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True, arbitrary_types_allowed=True
     )
+
+    def model_dump_json(self, *, indent: int | None = None, **options: Any) -> str:  # type: ignore[override]
+        """Return JSON in ASCII; bytes of names that are not UTF-8 are escaped surrogates, as in `os.fsdecode`."""
+        return json.dumps(self.model_dump(mode="json", **options), indent=indent)
 
 
 class Change(Value):
