@@ -5,6 +5,9 @@ Owns the list of commands. Importing a command's module must cost nothing: what 
 
 from __future__ import annotations
 
+import os
+import sys
+
 import click
 
 from fanout.cli import files, history, run
@@ -46,4 +49,11 @@ for _command in (
 
 def main() -> None:
     """Run the command line of this process and exit."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the life of the process
+        else:
+            # A terminal that cannot show a character must not stop us from saying the rest.
+            stream.reconfigure(errors="backslashreplace")
     cli.main(prog_name="fanout")

@@ -237,7 +237,7 @@ def _report(run: Run, mounts: dict[str, Disk | Mount], *, quiet: bool) -> None:
     ]
     for name, commit in run.commits.items():
         if commit.seq is not None:
-            parts.append(f"{name}: commit {commit.seq}, {count(len(commit.changes or ()), 'path')} changed")
+            parts.append(f"{name}: {count(len(commit.changes or ()), 'path')}, commit {commit.seq}")
         elif commit.conflict is not None:
             line = getattr(mounts[name], "branch", "main")
             print(f"fanout: {_conflict_advice(commit.conflict, line)}", file=sys.stderr)
