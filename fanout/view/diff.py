@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -21,12 +21,14 @@ from fanout.disk.state import State
 from fanout.format.tree import DIR, FILE, HOLE, SYMLINK, Node, Ref, same_content
 from fanout.runtime import Runtime, system
 from fanout.view.content import Content, LocalFile, pack_files, same_bytes
+from fanout.view.links import Handles, indexed_files, origin_handle
 from fanout.view.local import Directories, is_whiteout, join, user_xattrs
 
 __all__ = ["Found", "diff_upper"]
 
 #: Overlayfs' notes: `trusted.` where root mounted it, `user.` in a user namespace.
 _NAMESPACES = ("trusted.overlay.", "user.overlay.")
+_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +69,21 @@ def diff_upper(
     reader: Reader,
     *,
     subdirectory: bytes = b"",
+    work: str | None = None,
+    lowers: Sequence[str] = (),
     xattr_prefix: str | None = None,
     runtime: Runtime = system,
 ) -> Found:
     """Compare the layer in the directory `upper`, which lay over `subdirectory` of `state`, with that tree.
 
-    New contents go to `packer`. The processes that wrote the layer must be dead. `xattr_prefix` is where overlayfs kept
-    its notes ("trusted.overlay." or "user.overlay."), by default either.
+    New contents go to `packer`. The processes that wrote the layer must be dead. `work` and `lowers` (lowest first) are
+    the mount's others directories, needed for hard links of theirs. `xattr_prefix` is where overlayfs kept its notes
+    ("trusted.overlay." or "user.overlay."), by default either.
     """
     fd = os.open(upper, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         spaces = _NAMESPACES if xattr_prefix is None else (xattr_prefix,)
-        return _Diff(fd, state, subdirectory, packer, reader, runtime, spaces).run()
+        return _Diff(fd, state, subdirectory, packer, reader, runtime, spaces, work, lowers).run()
     finally:
         os.close(fd)
 
@@ -88,7 +93,7 @@ class _Diff:
 
     def __init__(
         self, root_fd: int, state: State, prefix: bytes, packer: Packer, reader: Reader, runtime: Runtime,
-        spaces: tuple[str, ...],
+        spaces: tuple[str, ...], work: str | None, lowers: Sequence[str],
     ) -> None:  # fmt: skip
         self._root_fd = root_fd
         self._state = state
@@ -97,6 +102,9 @@ class _Diff:
         self._reader = reader
         self._runtime = runtime
         self._spaces = spaces
+        self._work = work
+        self._lowers = lowers
+        self._handles: Handles | None = None
         self._uid, self._gid = os.geteuid(), os.getegid()
         self._directories = Directories(root_fd, unlock=True)
         self._files: list[_File] = []
@@ -105,6 +113,8 @@ class _Diff:
         self._removed: dict[bytes, Node] = {}
         self._changed: dict[bytes, Intent] = {}
         self._skipped: list[bytes] = []
+        #: Where linked files of renamed directories are now, by where the tree has them.
+        self._moved: dict[bytes, list[bytes]] = {}
 
     def run(self) -> Found:
         try:
@@ -218,6 +228,8 @@ class _Diff:
             if rest.partition(b"/")[0] not in names:
                 new = join(path, rest)
                 self._put(new, self._state.get(new), node)
+                if node.link:
+                    self._moved.setdefault(old, []).append(new)
 
     def _put(self, path: bytes, base: Node | None, node: Node) -> None:
         self._seen.add(path)
@@ -251,9 +263,8 @@ class _Diff:
 
     def _metacopy(self, directory: _Directory, name: str) -> bytes | None:
         """Return where a file's bytes are if overlayfs copied up its attributes only."""
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         try:
-            file_fd = os.open(name, flags, dir_fd=self._directories.open(directory.rel))
+            file_fd = os.open(name, _READ, dir_fd=self._directories.open(directory.rel))
         except OSError:
             return None
         try:
@@ -268,22 +279,47 @@ class _Diff:
 
     def _take_files(self) -> None:
         by_inode: dict[tuple[int, int], list[_File]] = {}
-        singles: list[list[_File]] = []
+        groups: list[list[_File]] = []
         for file in self._files:
             found = file.local.found
-            if found.st_nlink > 1:
-                names = by_inode.setdefault((found.st_dev, found.st_ino), [])
-                if not names:
-                    singles.append(names)
-                names.append(file)
+            if found.st_nlink == 1:
+                groups.append([file])
+                continue
+            names = by_inode.setdefault((found.st_dev, found.st_ino), [])
+            if not names:
+                groups.append(names)
+            names.append(file)
+        contents = pack_files(
+            [names[0].local for names in groups], self._root_fd, self._packer, self._reusable(), unlocking=True
+        )
+        for names, content in zip(groups, contents, strict=True):
+            if content is None:
+                continue
+            if names[0].local.found.st_nlink == 1:
+                self._put_single(names[0], content)
             else:
-                singles.append([file])
-        reuse = self._reusable()
-        firsts = [names[0].local for names in singles]
-        contents = pack_files(firsts, self._root_fd, self._packer, reuse, unlocking=True)
-        for names, content in zip(singles, contents, strict=True):
-            if content is not None:
-                self._put_file(names, content)
+                self._put_group(self._root_fd, names, content)
+        self._take_index(by_inode.keys())
+
+    def _take_index(self, seen: Collection[tuple[int, int]]) -> None:
+        """Take the files that only overlayfs' index holds: changed under a name that is gone, seen under others."""
+        if self._work is None:
+            return
+        hidden = [
+            LocalFile(b"", name, found, None)
+            for name, found in indexed_files(self._work)
+            if (found.st_dev, found.st_ino) not in seen
+        ]
+        if not hidden:
+            return
+        fd = os.open(f"{self._work}/index", os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            contents = pack_files(hidden, fd, self._packer, self._reusable())
+            for local, content in zip(hidden, contents, strict=True):
+                if content is not None:
+                    self._put_group(fd, [_File(b"", local, None)], content, nameless=True)
+        finally:
+            os.close(fd)
 
     def _reusable(self) -> Mapping[bytes, Ref]:
         """Index the stored runs that files of the layer may still hold: of what they replace, and of what is gone."""
@@ -297,58 +333,71 @@ class _Diff:
             if ref.length < 0 and ref.pack != HOLE
         }
 
-    def _put_file(self, names: list[_File], content: Content) -> None:
-        """Record one file under all its names."""
+    def _put_single(self, file: _File, content: Content) -> None:
+        base = file.local.base
+        node = self._file_node(base, content, file)
+        if base is None or not _equal(base, node):
+            self._put(file.path, base, msgspec.structs.replace(node, link=b"") if node.link else node)
+
+    def _put_group(self, root_fd: int, names: list[_File], content: Content, *, nameless: bool = False) -> None:
+        """Record one file under all its names, those included that only the index knows of."""
         first = names[0]
-        if first.metacopy is not None:
-            origin = self._state.get(first.metacopy)
-            if origin is not None and origin.kind == FILE:
-                content = Content(origin.data, origin.size, content.xattrs)
-        found = first.local.found
-        if found.st_nlink == 1:
-            base = first.local.base
-            node = self._file_node(base, found, content, first)
-            if base is None or not _equal(base, node):
-                self._put(first.path, base, msgspec.structs.replace(node, link=b"") if node.link else node)
-            return
-        bases = {file.path: file.local.base for file in names}
-        if found.st_nlink > len(names):
-            bases.update(self._aliases(first.local.base, bases))
-        nodes = {path: self._file_node(base, found, content, first) for path, base in bases.items()}
+        bases = {} if nameless else {file.path: file.local.base for file in names}
+        indexed = nameless or first.local.found.st_nlink > len(names)
+        if indexed:
+            bases.update(self._aliases(root_fd, first, bases))
+        nodes = {path: self._file_node(base, content, first) for path, base in bases.items()}
         if any(base is None or not _equal(base, nodes[path]) for path, base in bases.items()):
-            link = self._link_id(bases, found.st_nlink)
+            link = self._link_id(bases, indexed)
             for path, node in nodes.items():
                 self._put(path, bases[path], msgspec.structs.replace(node, link=link))
 
-    def _file_node(self, base: Node | None, found: os.stat_result, content: Content, first: _File) -> Node:
+    def _file_node(self, base: Node | None, content: Content, file: _File) -> Node:
+        found = file.local.found
         same = base if base is not None and base.kind == FILE else None
-        data = content.data
-        if same is not None and same.size == content.size and same.data != data and _has_parts(same):
+        data, size = content.data, content.size
+        if file.metacopy is not None:
+            origin = self._state.get(file.metacopy)
+            if origin is not None and origin.kind == FILE:
+                data, size = origin.data, origin.size
+        elif same is not None and same.size == size and same.data != data and _has_parts(same):
             blobs = self._state.blob_bytes()
-            if same_bytes(self._reader, blobs, same, self._root_fd, first.local):
+            if same_bytes(self._reader, blobs, same, self._root_fd, file.local):
                 data = same.data
         return Node(
-            FILE, stat.S_IMODE(found.st_mode), found.st_mtime_ns, content.size, data,
+            FILE, stat.S_IMODE(found.st_mode), found.st_mtime_ns, size, data,
             uid=self._owner(found.st_uid, same, "uid"), gid=self._owner(found.st_gid, same, "gid"),
             link=same.link if same is not None else b"", xattrs=content.xattrs,
         )  # fmt: skip
 
-    def _aliases(self, base: Node | None, names: Mapping[bytes, Node | None]) -> Iterator[tuple[bytes, Node]]:
-        """Yield the other names of a file that overlayfs' index keeps together though the layer shows but some."""
-        if base is None or not base.link:
-            return
-        for path, node in self._state.below(self._prefix):
-            if node.link == base.link and path not in names and path not in self._removed:
-                intent = self._changed.get(path)
-                if path not in self._seen and (intent is None or intent.node is not None):
-                    yield path, node
+    def _aliases(
+        self, root_fd: int, first: _File, names: Mapping[bytes, Node | None]
+    ) -> Iterator[tuple[bytes, Node | None]]:
+        """Yield the names under which a lower file is seen through the index, and what the tree had there."""
+        with Directories(root_fd) as directories:
+            fd = os.open(first.local.name, _READ, dir_fd=directories.open(first.local.parent))
+        try:
+            origin = _notes(fd, self._spaces).get("origin")
+        finally:
+            os.close(fd)
+        cut = len(self._prefix) + 1 if self._prefix else 0
+        if self._handles is None:
+            linked = (path[cut:] for path, node in self._state.below(self._prefix) if node.link)
+            self._handles = Handles(self._lowers, linked)
+        for rest in self._handles.names(origin_handle(origin)):
+            path = join(self._prefix, rest)
+            if path not in self._seen and path not in self._removed:
+                yield path, self._state.get(path)
+            for new in self._moved.get(path, ()):
+                if new not in names:
+                    yield new, self._state.get(new)
 
-    def _link_id(self, bases: Mapping[bytes, Node | None], links: int) -> bytes:
+    def _link_id(self, bases: Mapping[bytes, Node | None], indexed: bool) -> bytes:
         """Choose the identity of a group of hard links: none for a single name, a fresh one for a new group."""
         if len(bases) == 1:
             return b""
         known = {base.link if base is not None else b"" for base in bases.values()}
-        if len(known) == 1 and b"" not in known and links > len(bases):
+        if len(known) == 1 and b"" not in known and indexed:
             return known.pop()
         return self._runtime.token_bytes(16)
 
