@@ -15,7 +15,6 @@ import fanout
 from fanout.api import Disk, Fanout
 from fanout.errors import CommandFailed, Conflict, Invalid, Unavailable
 from fanout.model import Finished, Output, Run, Started
-from fanout.store.local import LocalStore
 from fanout.store.memory import MemoryStore
 from tests.support.connections import alive, connected, until
 
