@@ -18,8 +18,8 @@ from fanout.config import Settings
 from fanout.disk.paths import tree_path
 from fanout.errors import Denied, Invalid
 from fanout.format.layout import MAIN
-from fanout.model import Change, Checkpoint, Commit, CommitPolicy, DirEntry, Event, Mode, Mount, ObjectInfo, Run
-from fanout.run.request import expand
+from fanout.model import Change, Checkpoint, Commit, CommitPolicy, DirEntry, Event, Lock, Mode, Mount, ObjectInfo, Run
+from fanout.run.request import check_checkout, expand
 
 __all__ = ["Disk", "Disks", "Fanout", "connect"]
 
@@ -61,6 +61,10 @@ class Disk(ABC):
         `conditional`: every commit lands, the later one wins a path. `read_only`: writes fail with EROFS.
         `subdirectory`: only this part of the disk is seen, as the mount's root. `at`: a checkpoint name or a sequence
         number to start from instead of the newest commit. `branch`: this handle's by default.
+
+        `checkout`: paths of the disk (they need not exist) on which the exec takes exclusive, recursive locks before
+        its command starts, all or none, and keeps until its commit, which releases them; anybody else's commit under
+        them is a `Conflict`. `queue_ms` bounds the wait for them, then `Busy` (default: the exec's timeout).
         """
         if read_only and conditional:
             raise Invalid.argument("conditional", conditional, "a mount is read_only or conditional, not both")
@@ -68,15 +72,20 @@ class Disk(ABC):
             at = self.at
         if self.at is not None and not read_only:
             raise Denied(f"{self!r} is a checkpoint: mount it with read_only=True, or start a branch from it")
-        if tuple(checkout):
-            raise Invalid.argument("checkout", tuple(checkout), "locks are not available in this version")
-        if queue_ms is not None:
-            raise Invalid.argument("queue_ms", queue_ms, "it bounds the wait for a checkout, and there is none")
+        paths = check_checkout(checkout, queue_ms, read_only)
         if subdirectory is not None:
             trimmed = subdirectory.rstrip("/") or "/" if isinstance(subdirectory, str) else subdirectory
             tree_path("subdirectory", trimmed, allow_root=True)
         mode: Mode = "read_only" if read_only else "conditional" if conditional else "shared"
-        return Mount(disk=self.id, branch=branch or self.branch_name, mode=mode, subdirectory=subdirectory, at=at)
+        return Mount(
+            disk=self.id,
+            branch=branch or self.branch_name,
+            mode=mode,
+            subdirectory=subdirectory,
+            checkout=paths,
+            queue_ms=queue_ms,
+            at=at,
+        )
 
     # Objects and trees ---------------------------------------------------------------------------------------
 
@@ -160,6 +169,16 @@ class Disk(ABC):
     @abstractmethod
     def diff(self, before: str | int, after: str | int | None = None) -> AsyncIterator[Change]:
         """Yield what differs between two points (branch, checkpoint or sequence number; default: this line now)."""
+
+    # Locks ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def locks(self) -> list[Lock]:
+        """Return the locks that are held on this branch, in order of their taking."""
+
+    @abstractmethod
+    async def break_lock(self, lock: Lock | str) -> None:
+        """Take a lock (or that of an id) from its holder, whose commit then fails with `LeaseLost`; `NotFound`."""
 
 
 class Disks(ABC):

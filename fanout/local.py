@@ -31,7 +31,7 @@ from fanout.engine.base import Engine
 from fanout.engine.open import open_engine
 from fanout.errors import Invalid, NotFound, Unavailable
 from fanout.format.tree import DIR, Node, directory
-from fanout.model import Change, Checkpoint, Commit, CommitPolicy, DirEntry, Event, Mount, ObjectInfo, Run
+from fanout.model import Change, Checkpoint, Commit, CommitPolicy, DirEntry, Event, Lock, Mount, ObjectInfo, Run
 from fanout.run import request
 from fanout.run.changes import change_of, changes_of
 from fanout.run.describe import (
@@ -40,6 +40,7 @@ from fanout.run.describe import (
     commit_of,
     directory_entry,
     list_tree,
+    lock_of,
     object_info,
     only_time,
     when,
@@ -434,7 +435,8 @@ class LocalDisk(Disk):
             low = max(after, high - _BATCH)
             for entry in reversed(list(self.point.branch.history(low, high))):
                 for commit in reversed(entry.commits):
-                    yield commit_of(entry.seq, commit)
+                    if commit.effects or commit.merged_uuid:  # else it only took or released a lock
+                        yield commit_of(entry.seq, commit)
             high = low
 
     def _must(self, state: State, path: bytes, argument: str) -> Node:
@@ -444,6 +446,18 @@ class LocalDisk(Disk):
                 f"{argument}: disk {self.name!r} has no {'/' + shown(path)!r} on {self.at or self.branch_name!r}"
             )
         return node
+
+    async def locks(self) -> list[Lock]:
+        def work() -> list[Lock]:
+            held = sorted(self.point.branch.refresh().locks.values(), key=lambda lock: (lock.seq, lock.id))
+            return [lock_of(lock) for lock in held]
+
+        return await anyio.to_thread.run_sync(work)
+
+    async def break_lock(self, lock: Lock | str) -> None:
+        lock_id = lock.id if isinstance(lock, Lock) else lock
+        release = partial(self.point.branch.release, lock_id, broken=True, author=self._author)
+        await anyio.to_thread.run_sync(release)
 
     def _commit(self, landed: Landed, message: str, seq: int) -> Commit:
         return Commit(

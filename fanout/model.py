@@ -27,6 +27,7 @@ __all__ = [
     "DirEntry",
     "Event",
     "Finished",
+    "Lock",
     "Mode",
     "Mount",
     "ObjectInfo",
@@ -113,6 +114,19 @@ class DirEntry(Value):
     mode: int
     mtime_ns: int
     target: str | None = None
+
+
+class Lock(Value):
+    """A checkout that is held. `paths` are the disk's, the root being "/"; `exec_id` holds it since commit `seq`.
+
+    From `expires` (UTC) on, unless renewed before, whoever wants it may break it.
+    """
+
+    id: str
+    paths: tuple[str, ...]
+    exec_id: str
+    seq: int
+    expires: datetime
 
 
 class Mount(Value):

@@ -18,7 +18,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fanout import api
 from fanout.api import Progress
 from fanout.errors import Unavailable
-from fanout.model import Change, Checkpoint, Commit, CommitPolicy, DirEntry, Event, Mount, ObjectInfo, Run
+from fanout.model import Change, Checkpoint, Commit, CommitPolicy, DirEntry, Event, Lock, Mount, ObjectInfo, Run
 
 __all__ = ["Disk", "Disks", "Fanout", "connect"]
 
@@ -177,6 +177,14 @@ class Disk:
     def diff(self, before: str | int, after: str | int | None = None) -> Iterator[Change]:
         """See `fanout.Disk.diff`."""
         return self._bridge.each(lambda: self._inner.diff(before, after))
+
+    def locks(self) -> list[Lock]:
+        """See `fanout.Disk.locks`."""
+        return self._bridge.call(self._inner.locks)
+
+    def break_lock(self, lock: Lock | str) -> None:
+        """See `fanout.Disk.break_lock`."""
+        self._bridge.call(lambda: self._inner.break_lock(lock))
 
 
 class Disks:

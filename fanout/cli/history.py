@@ -177,20 +177,29 @@ def diff(context: click.Context, spec: str, before: str, after: str | None, as_j
     return run_async(work)
 
 
-@click.command(short_help="Show the checkouts held on a disk.")
+@click.command(short_help="Show the checkouts held on a disk, or break one.")
 @disk_argument
+@click.option("--break", "lock_id", metavar="ID", help="Take this lock from its holder first.")
 @json_option
 @click.pass_context
-def locks(context: click.Context, spec: str, as_json: bool) -> int:
-    """Show the checkouts held on DISK. This version takes none, so there are none."""
-    from fanout.cli.render import json_document
+def locks(context: click.Context, spec: str, lock_id: str | None, as_json: bool) -> int:
+    """Show the checkouts held on DISK, or break one: its holder's commit then fails."""
+    from fanout.cli.render import json_document, local_time
+    from fanout.cli.render import name as shown
 
     async def work() -> None:
         async with session(context) as fo:
             disk = await fo.disks.get(spec)
+            if lock_id is not None:
+                await disk.break_lock(lock_id)
+            held = await disk.locks()
         if as_json:
-            json_document([])
-        elif sys.stdout.isatty():
+            json_document([lock.model_dump(mode="json", by_alias=True) for lock in held])
+            return
+        for lock in held:
+            paths = " ".join(shown(path) for path in lock.paths)
+            print(f"{lock.id}  {lock.exec_id}  until {local_time(lock.expires)}  {paths}")
+        if not held and sys.stdout.isatty():
             print(f"no locks on {disk.name}")
 
     return run_async(work)

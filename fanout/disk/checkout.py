@@ -7,7 +7,7 @@ that commits is branch.py's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -66,15 +66,16 @@ def held(
     paths: Sequence[bytes],
     wait_s: float,
     runtime: Runtime,
-    stop: threading.Event | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[str]:
     """Hold one lock on all of `paths` (all or none, so that two calls cannot wait for each other); yields its id.
 
     Waits at most `wait_s` seconds, then `Busy` names the holder; a lock whose lease ran out is broken. The lease is
-    renewed in the background. On exit the lock is released unless a commit has done so already. `stop` ends the wait.
+    renewed in the background. On exit the lock is released unless a commit has done so already. `check` is called
+    while it waits, and may raise.
     """
     lock_id = runtime.hex_id(16)
-    _acquire(branch, lock_id, owner, tuple(sorted(set(paths))), wait_s, runtime, stop)
+    _acquire(branch, lock_id, owner, tuple(sorted(set(paths))), wait_s, runtime, check)
     over = threading.Event()
     renewer = threading.Thread(
         target=_renew, args=(branch, lock_id, owner, tuple(paths), runtime, over), name="fanout-lease", daemon=True
@@ -94,7 +95,7 @@ def held(
 
 def _acquire(
     branch: Branch, lock_id: str, owner: str, paths: tuple[bytes, ...], wait_s: float, runtime: Runtime,
-    stop: threading.Event | None,
+    check: Callable[[], None],
 ) -> None:  # fmt: skip
     deadline = runtime.monotonic() + wait_s
     pause_s = _POLL_S[0]
@@ -104,7 +105,8 @@ def _acquire(
             return
         except Taken as taken:
             left = deadline - runtime.monotonic()
-            if left <= 0 or (stop is not None and stop.is_set()):
+            check()
+            if left <= 0:
                 raise Busy(f"{taken}; waited {wait_s * 1e3:.0f} ms (queue_ms)") from None
         runtime.sleep(min(left, runtime.uniform(pause_s / 2, pause_s)))
         pause_s = min(pause_s * 2, _POLL_S[1])

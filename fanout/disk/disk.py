@@ -281,7 +281,7 @@ class Disk:
         """Keep a losing commit on a branch of its own that starts where it started; returns the branch's name."""
         name = f"rescue/{exec_id}"
         branch = self.create_branch(name, Point(base.branch, base_seq))
-        branch.commit(replace(proposal, policy=Policy.LAST_WINS, base_seq=base_seq))
+        branch.commit(replace(proposal, policy=Policy.LAST_WINS, base_seq=base_seq, lock_id=""))
         return name
 
     def merge(self, into: Branch, source: Point, on_conflict: str, author: str = "") -> Landed:

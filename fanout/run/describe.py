@@ -12,17 +12,38 @@ from typing import Literal
 from fanout.disk.paths import shown
 from fanout.disk.state import State
 from fanout.format import entry as records
+from fanout.format import lock as locking
 from fanout.format.tree import DIR, FILE, SYMLINK, Node, content_hash
-from fanout.model import Checkpoint, Commit, DirEntry, ObjectInfo
+from fanout.model import Checkpoint, Commit, DirEntry, Lock, ObjectInfo
 from fanout.run.changes import changes_of
 
-__all__ = ["KINDS", "checkpoint_of", "commit_of", "directory_entry", "list_tree", "object_info", "only_time", "when"]
+__all__ = [
+    "KINDS",
+    "checkpoint_of",
+    "commit_of",
+    "directory_entry",
+    "list_tree",
+    "lock_of",
+    "object_info",
+    "only_time",
+    "when",
+]
 
 KINDS: dict[int, Literal["file", "directory", "symlink"]] = {DIR: "directory", FILE: "file", SYMLINK: "symlink"}
 
 
 def when(ns: int) -> datetime:
     return datetime.fromtimestamp(ns / 1e9, UTC)
+
+
+def lock_of(lock: locking.Lock) -> Lock:
+    return Lock(
+        id=lock.id,
+        paths=tuple("/" + shown(path) for path in lock.paths),
+        exec_id=lock.owner,
+        seq=lock.seq,
+        expires=when(lock.expires_ns),
+    )
 
 
 def object_info(path: bytes, node: Node) -> ObjectInfo:

@@ -16,12 +16,13 @@ from itertools import count
 from typing import Literal
 
 from fanout.disk.branch import Branch, Landed, Proposal
+from fanout.disk.checkout import held
 from fanout.disk.disk import Disk, Point
 from fanout.disk.merge import Policy
 from fanout.disk.paths import shown
 from fanout.disk.state import State
 from fanout.engine.base import Engine, Exit, Limits, Process, Spec
-from fanout.errors import Conflict, FanoutError, Invalid, Unavailable
+from fanout.errors import Conflict, FanoutError, Invalid, LeaseLost, Unavailable
 from fanout.format.entry import Effect
 from fanout.format.tree import DIR, SYMLINK
 from fanout.model import CommitPolicy, Finished, Mode, Output, Run, RunCommit, Started, Timing, Usage
@@ -85,13 +86,18 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class JobMount:
-    """One disk of a job: the tree it sees (`base`) and the branch its writes go to (None: read-only)."""
+    """One disk of a job: the tree it sees, which is `base`'s, and the paths it holds locks on while it runs.
+
+    `lock_wait_s` bounds the wait for those, in seconds; None waits as long as the command may run.
+    """
 
     name: str
     disk: Disk
     base: Point
     mode: Mode
     subdirectory: bytes = b""
+    checkout: tuple[bytes, ...] = ()
+    lock_wait_s: float | None = None
 
     @property
     def target(self) -> str:
@@ -122,6 +128,7 @@ class _Mounted:
     mount: JobMount
     view: View
     state: State
+    lock_id: str
 
     @property
     def base_seq(self) -> int:
@@ -165,10 +172,12 @@ def execute(
     clock = host.runtime.monotonic
     admitted_s = clock()
     with ExitStack() as stack:
+        locks = _check_out(job, host, cancel, stack)
+        locked_s = clock()
         mounted: list[_Mounted] = []
         for mount in job.mounts:
             cancel.check()
-            mounted.append(_open(mount, host, stack))
+            mounted.append(_open(mount, host, locks.get(mount.name, ""), stack))
         _check_cwd(job.cwd, mounted)
         cancel.check()
         mounted_s = clock()
@@ -186,8 +195,8 @@ def execute(
     timing = Timing(
         queue_ms=(exit.started_s - job.arrived_s) * 1e3,
         wait_ms=(admitted_s - job.arrived_s) * 1e3,
-        lock_ms=0.0,
-        mount_ms=(mounted_s - admitted_s) * 1e3,
+        lock_ms=(locked_s - admitted_s) * 1e3,
+        mount_ms=(mounted_s - locked_s) * 1e3,
         start_ms=(exit.started_s - mounted_s) * 1e3,
         execute_ms=(exit.ended_s - exit.started_s) * 1e3,
         commit_ms=(done_s - returned_s) * 1e3,
@@ -218,7 +227,18 @@ def execute(
     return run
 
 
-def _open(mount: JobMount, host: Host, stack: ExitStack) -> _Mounted:
+def _check_out(job: Job, host: Host, cancel: Cancel, stack: ExitStack) -> dict[str, str]:
+    """Take the locks the mounts ask for, in one order for all so that no two wait in a ring; returns ids by mount."""
+    locks: dict[str, str] = {}
+    for mount in sorted(job.mounts, key=lambda mount: mount.base.branch.uuid):
+        if mount.checkout:
+            wait_s = job.limits.timeout_s or 0.0 if mount.lock_wait_s is None else mount.lock_wait_s
+            hold = held(mount.base.branch, job.id, mount.checkout, wait_s, host.runtime, cancel.check)
+            locks[mount.name] = stack.enter_context(hold)
+    return locks
+
+
+def _open(mount: JobMount, host: Host, lock_id: str, stack: ExitStack) -> _Mounted:
     """Find the newest tree and make it visible on this host."""
     state = mount.base.state()
     view = open_view(
@@ -230,7 +250,7 @@ def _open(mount: JobMount, host: Host, stack: ExitStack) -> _Mounted:
         writable=mount.mode != "read_only",
     )
     stack.callback(view.close)
-    return _Mounted(mount, view, state)
+    return _Mounted(mount, view, state, lock_id)
 
 
 def _check_cwd(cwd: str, mounted: Sequence[_Mounted]) -> None:
@@ -314,6 +334,7 @@ def _propose(job: Job, each: _Mounted, host: Host) -> Proposal:
         message=job.command,
         exec_id=job.id,
         age_s=host.runtime.monotonic() - job.arrived_s,
+        lock_id=each.lock_id,
     )
 
 
@@ -322,6 +343,9 @@ def _commit(job: Job, each: _Mounted, proposal: Proposal, rescues: Iterator[str]
     branch: Branch = mount.base.branch
     try:
         landed: Landed = branch.commit(proposal)
+    except LeaseLost as lost:
+        rescue = mount.disk.rescue(mount.base, each.base_seq, proposal, next(rescues))
+        raise LeaseLost(f"{lost}; the changes are kept on branch {rescue!r}") from None
     except Conflict as conflict:
         rescue = mount.disk.rescue(mount.base, each.base_seq, proposal, next(rescues))
         return RunCommit(base_seq=each.base_seq, conflict=Conflict(conflict.paths, rescue, mount.disk.name))

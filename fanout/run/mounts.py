@@ -32,7 +32,7 @@ class Lines:
             line = self._known.get((mount.disk, mount.branch))
             if line is None or mount.at is not None:
                 return None
-            found.append(JobMount(name, line[0], Point(line[1]), mount.mode, _subdirectory(mount)))
+            found.append(_job_mount(name, line[0], Point(line[1]), mount))
         return found
 
     def look_up(self, mounts: Mapping[str, Mount]) -> list[JobMount]:
@@ -50,7 +50,7 @@ class Lines:
                 base.branch.require(base.seq)
         if mount.mode != "read_only" and base.branch is not branch:
             raise Invalid.argument("at", mount.at, f"a point of branch {mount.branch!r}, or mount it read-only")
-        return JobMount(name, disk, base, mount.mode, _subdirectory(mount))
+        return _job_mount(name, disk, base, mount)
 
     def forget(self, disk_id: str) -> None:
         """A disk was deleted: the next exec on it has to look, and will not find it."""
@@ -58,5 +58,13 @@ class Lines:
             self._known.pop(line, None)
 
 
-def _subdirectory(mount: Mount) -> bytes:
-    return tree_path("subdirectory", (mount.subdirectory or "").rstrip("/") or "/", allow_root=True)
+def _job_mount(name: str, disk: Disk, base: Point, mount: Mount) -> JobMount:
+    return JobMount(
+        name,
+        disk,
+        base,
+        mount.mode,
+        tree_path("subdirectory", (mount.subdirectory or "").rstrip("/") or "/", allow_root=True),
+        tuple(tree_path("checkout", path.rstrip("/") or "/", allow_root=True) for path in mount.checkout),
+        None if mount.queue_ms is None else mount.queue_ms / 1e3,
+    )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import get_args
 
 from fanout.config import MAX_TIMEOUT_S
-from fanout.disk.paths import MAX_PATH_BYTES
+from fanout.disk.paths import MAX_PATH_BYTES, tree_path
 from fanout.engine.base import Limits
 from fanout.errors import Invalid
 from fanout.model import CommitPolicy
@@ -20,6 +20,7 @@ from fanout.model import CommitPolicy
 __all__ = [
     "MAX_ARGUMENT_BYTES",
     "check_bytes",
+    "check_checkout",
     "check_command",
     "check_commit",
     "check_cwd",
@@ -129,6 +130,23 @@ def check_network(network: object) -> bool:
     if not isinstance(network, bool):
         raise Invalid.argument("network", network, "True or False")
     return network
+
+
+def check_checkout(checkout: object, queue_ms: object, read_only: bool) -> tuple[str, ...]:
+    """Paths to lock stay inside the disk; the wait for them is a number of milliseconds from 0 up."""
+    if isinstance(checkout, str) or not isinstance(checkout, Iterable):
+        raise Invalid.argument("checkout", checkout, "a list of paths of the disk, such as ['src/']")
+    paths = tuple(checkout)
+    for path in paths:
+        tree_path("checkout", (path.rstrip("/") or "/") if isinstance(path, str) else path, allow_root=True)
+    if paths and read_only:
+        raise Invalid.argument("checkout", paths, "none: a read-only mount writes nothing and needs no locks")
+    if queue_ms is not None:
+        if isinstance(queue_ms, bool) or not isinstance(queue_ms, int | float) or not 0 <= queue_ms < math.inf:
+            raise Invalid.argument("queue_ms", queue_ms, "milliseconds, at least 0")
+        if not paths:
+            raise Invalid.argument("queue_ms", queue_ms, "None: it bounds the wait for a checkout, and there is none")
+    return paths
 
 
 def check_commit(policy: object) -> CommitPolicy:
