@@ -177,11 +177,12 @@ def test_a_listing_may_be_cut_short(start: Start, ws: str, tmp_path: Path, here:
 
 
 def test_output_comes_as_it_is_written(start: Start) -> None:
-    process = start("exec", "echo first; sleep 1; head -c 300000 /dev/zero; echo last >&2")
+    process = start("exec", "echo first; sleep 1.5; head -c 300000 /dev/zero; echo last >&2")
     assert process.stdout is not None
     assert process.stdout.readline() == b"first\n"
-    assert process.poll() is None
+    arrived_s = time.monotonic()
     stdout, stderr = process.communicate(timeout=PATIENCE_S)
+    assert time.monotonic() - arrived_s > 1
     assert stdout == bytes(300_000)
     assert stderr == b"last\n"
 
