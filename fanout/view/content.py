@@ -21,7 +21,7 @@ from fanout.format.pack import encode_frame, is_text
 from fanout.format.tree import FILE, HOLE, Node, Ref
 from fanout.view.local import Directories, unlock, user_xattrs
 
-__all__ = ["Content", "LocalFile", "Reuse", "pack_files", "same_bytes"]
+__all__ = ["Content", "LocalFile", "Reuse", "pack_files", "reusable", "same_bytes"]
 
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _THREADS = 4
@@ -313,6 +313,17 @@ def _runs(fd: int, found: os.stat_result) -> Iterator[tuple[int, int, bool]]:
         at = os.lseek(fd, data, os.SEEK_HOLE)
     if start < size:
         yield start, size, False
+
+
+def reusable(nodes: Iterable[Node | None]) -> Reuse:
+    """Index the whole stored runs of `nodes` by what they hold."""
+    return {
+        ref.hash: ref
+        for node in nodes
+        if node is not None
+        for ref in node.data
+        if ref.length < 0 and ref.pack != HOLE
+    }
 
 
 def same_bytes(reader: Reader, blobs: Mapping[bytes, bytes], base: Node, root_fd: int, file: LocalFile) -> bool:

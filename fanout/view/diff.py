@@ -18,9 +18,9 @@ import msgspec
 from fanout.disk.data import Packer, Reader
 from fanout.disk.merge import Intent
 from fanout.disk.state import State
-from fanout.format.tree import DIR, FILE, HOLE, SYMLINK, Node, Ref, same_content
+from fanout.format.tree import DIR, FILE, HOLE, SYMLINK, Node, same_node
 from fanout.runtime import Runtime, system
-from fanout.view.content import Content, LocalFile, pack_files, same_bytes
+from fanout.view.content import Content, LocalFile, Reuse, pack_files, reusable, same_bytes
 from fanout.view.links import Handles, indexed_files, origin_handle
 from fanout.view.local import Directories, is_whiteout, join, user_xattrs
 
@@ -233,7 +233,7 @@ class _Diff:
 
     def _put(self, path: bytes, base: Node | None, node: Node) -> None:
         self._seen.add(path)
-        if base is None or not _equal(base, node):
+        if not same_node(base, node):
             self._changed[path] = Intent(path, base, node)
 
     def _symlink(self, directory: _Directory, name: str, found: os.stat_result, base: Node | None) -> Node:
@@ -321,22 +321,14 @@ class _Diff:
         finally:
             os.close(fd)
 
-    def _reusable(self) -> Mapping[bytes, Ref]:
+    def _reusable(self) -> Reuse:
         """Index the stored runs that files of the layer may still hold: of what they replace, and of what is gone."""
-        nodes = [file.local.base for file in self._files]
-        nodes.extend(self._removed.values())
-        return {
-            ref.hash: ref
-            for node in nodes
-            if node is not None
-            for ref in node.data
-            if ref.length < 0 and ref.pack != HOLE
-        }
+        return reusable([*(file.local.base for file in self._files), *self._removed.values()])
 
     def _put_single(self, file: _File, content: Content) -> None:
         base = file.local.base
         node = self._file_node(base, content, file)
-        if base is None or not _equal(base, node):
+        if not same_node(base, node):
             self._put(file.path, base, msgspec.structs.replace(node, link=b"") if node.link else node)
 
     def _put_group(self, root_fd: int, names: list[_File], content: Content, *, nameless: bool = False) -> None:
@@ -347,7 +339,7 @@ class _Diff:
         if indexed:
             bases.update(self._aliases(root_fd, first, bases))
         nodes = {path: self._file_node(base, content, first) for path, base in bases.items()}
-        if any(base is None or not _equal(base, nodes[path]) for path, base in bases.items()):
+        if any(not same_node(base, nodes[path]) for path, base in bases.items()):
             link = self._link_id(bases, indexed)
             for path, node in nodes.items():
                 self._put(path, bases[path], msgspec.structs.replace(node, link=link))
@@ -415,12 +407,3 @@ def _notes(fd: int, spaces: tuple[str, ...]) -> dict[str, bytes]:
 
 def _has_parts(node: Node) -> bool:
     return any(ref.length >= 0 or ref.pack == HOLE for ref in node.data)
-
-
-def _equal(a: Node, b: Node) -> bool:
-    """Whether two nodes are the same to everyone who looks (directories: their times included)."""
-    return (
-        a.kind == b.kind
-        and (a.mode, a.mtime_ns, a.uid, a.gid, a.link, a.xattrs) == (b.mode, b.mtime_ns, b.uid, b.gid, b.link, b.xattrs)
-        and same_content(a, b)
-    )

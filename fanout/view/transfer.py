@@ -17,9 +17,9 @@ from fanout.disk.data import Packer, Reader
 from fanout.disk.merge import Intent
 from fanout.disk.state import State
 from fanout.errors import Invalid, NotFound
-from fanout.format.tree import DIR, FILE, SYMLINK, Node, directory
+from fanout.format.tree import DIR, FILE, SYMLINK, Node, directory, same_node
 from fanout.runtime import Runtime, system
-from fanout.view.content import Content, LocalFile, pack_files
+from fanout.view.content import Content, LocalFile, pack_files, reusable
 from fanout.view.local import Directories, join, shown, user_xattrs
 from fanout.view.materialise import host_error, materialise
 
@@ -34,13 +34,20 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def upload_intents(
-    packer: Packer, local: str | Path, prefix: bytes, *, progress: Progress | None = None, runtime: Runtime = system
+    packer: Packer,
+    local: str | Path,
+    prefix: bytes,
+    *,
+    state: State | None = None,
+    progress: Progress | None = None,
+    runtime: Runtime = system,
 ) -> list[Intent]:
     """Return the changes that put a local file or directory at `prefix`; contents go to `packer`.
 
-    Symlinks stay links, hard links stay together, holes stay holes. Owners: the caller's own become 0. Sockets, devices
-    and named pipes are left out, and so is what the top directory's `.fanoutignore` matches. `NotFound` and `Invalid`
-    for a local path that cannot be read.
+    With `state`, the tree as it is, what is there already is left out and its bytes are not stored again (the proposal
+    then needs the state's blobs). Nothing is ever removed. Symlinks stay links, hard links stay together, holes stay
+    holes. Owners: the caller's own become 0. Sockets, devices and named pipes are left out, and so is what the top
+    directory's `.fanoutignore` matches. `NotFound` and `Invalid` for a local path that cannot be read.
     """
     name = os.fspath(local)
     try:
@@ -50,13 +57,13 @@ def upload_intents(
         if stat.S_ISDIR(found.st_mode):
             fd = os.open(name, _DIRECTORY)
             try:
-                return _Upload(fd, packer, prefix, progress, runtime).tree(found, _ignored(name))
+                return _Upload(fd, packer, prefix, state, progress, runtime).tree(found, _ignored(name))
             finally:
                 os.close(fd)
         parent, base = os.path.split(os.path.abspath(name))
         fd = os.open(parent, _DIRECTORY)
         try:
-            return _Upload(fd, packer, prefix, progress, runtime).one(base, found)
+            return _Upload(fd, packer, prefix, state, progress, runtime).one(base, found)
         finally:
             os.close(fd)
     except FileNotFoundError as error:
@@ -79,11 +86,13 @@ class _Upload:
     """One run of `upload_intents`."""
 
     def __init__(
-        self, root_fd: int, packer: Packer, prefix: bytes, progress: Progress | None, runtime: Runtime
-    ) -> None:
+        self, root_fd: int, packer: Packer, prefix: bytes, state: State | None, progress: Progress | None,
+        runtime: Runtime,
+    ) -> None:  # fmt: skip
         self._root_fd = root_fd
         self._packer = packer
         self._prefix = prefix
+        self._state = state
         self._progress = progress
         self._runtime = runtime
         self._uid, self._gid = os.geteuid(), os.getegid()
@@ -95,7 +104,7 @@ class _Upload:
     def tree(self, found: os.stat_result, ignored: Callable[[str, bool], bool]) -> list[Intent]:
         with Directories(self._root_fd) as directories:
             if self._prefix:  # the disk's own root keeps its attributes
-                self._intents.append(Intent(self._prefix, None, self._directory(found, self._root_fd)))
+                self._put(self._prefix, self._directory(found, self._root_fd))
             stack = [b""]
             while stack:
                 stack.extend(self._visit(stack.pop(), directories, ignored))
@@ -104,10 +113,11 @@ class _Upload:
     def one(self, name: str, found: os.stat_result) -> list[Intent]:
         path = self._prefix or os.fsencode(name)
         if stat.S_ISLNK(found.st_mode):
-            return [Intent(path, None, self._symlink(name, found, self._root_fd))]
+            self._put(path, self._symlink(name, found, self._root_fd))
+            return self._intents
         if not stat.S_ISREG(found.st_mode):
             raise Invalid.argument("local", name, "a file, a directory or a symlink")
-        self._files.append((path, LocalFile(b"", name, found, None)))
+        self._files.append((path, LocalFile(b"", name, found, self._base(path))))
         return self._finish()
 
     def _visit(self, rel: bytes, directories: Directories, ignored: Callable[[str, bool], bool]) -> list[bytes]:
@@ -120,14 +130,24 @@ class _Upload:
                 continue
             path = join(self._prefix, here)
             if stat.S_ISDIR(found.st_mode):
-                self._intents.append(Intent(path, None, self._directory(found, directories.open(here))))
+                self._put(path, self._directory(found, directories.open(here)))
                 inner.append(here)
             elif stat.S_ISREG(found.st_mode):
-                self._file(path, LocalFile(rel, name, found, None))
+                self._file(path, LocalFile(rel, name, found, self._base(path)))
             elif stat.S_ISLNK(found.st_mode):
                 # `here` may have pushed this directory's descriptor out: ask again.
-                self._intents.append(Intent(path, None, self._symlink(name, found, directories.open(rel))))
+                self._put(path, self._symlink(name, found, directories.open(rel)))
         return inner
+
+    def _base(self, path: bytes) -> Node | None:
+        return self._state.get(path) if self._state is not None else None
+
+    def _put(self, path: bytes, node: Node) -> None:
+        base = self._base(path)
+        if not same_node(base, node):
+            only_newer = node.kind == DIR and same_node(base, node, times=False)
+            weak = only_newer and base is not None and base.mtime_ns < node.mtime_ns
+            self._intents.append(Intent(path, base, node, weak=weak))
 
     def _file(self, path: bytes, file: LocalFile) -> None:
         if file.found.st_nlink > 1:
@@ -146,14 +166,24 @@ class _Upload:
             if self._progress is not None:
                 self._progress(done[0], done[1], len(self._files))
 
-        contents = pack_files([file for _, file in self._files], self._root_fd, self._packer, {}, progress=count)
+        files = [file for _, file in self._files]
+        reuse = reusable(file.base for file in files)
+        contents = pack_files(files, self._root_fd, self._packer, reuse, progress=count)
         for place, (content, (path, file)) in enumerate(zip(contents, self._files, strict=True)):
             if content is None:
                 continue  # it went away meanwhile
-            aliases = self._aliases.get(place, [])
-            node = self._node(file.found, content, self._runtime.token_bytes(16) if aliases else b"")
-            self._intents.extend(Intent(name, None, node) for name in (path, *aliases))
+            names = (path, *self._aliases.get(place, ()))
+            node = self._node(file.found, content, self._link_id(names))
+            for name in names:
+                self._put(name, node)
         return sorted(self._intents, key=lambda intent: intent.path)
+
+    def _link_id(self, names: tuple[bytes, ...]) -> bytes:
+        """Return the identity of a group of hard links: the one it has on the disk, or a fresh one."""
+        if len(names) == 1:
+            return b""
+        known = {base.link if base is not None else b"" for base in map(self._base, names)}
+        return known.pop() if len(known) == 1 and b"" not in known else self._runtime.token_bytes(16)
 
     def _node(self, found: os.stat_result, content: Content, link: bytes) -> Node:
         return Node(

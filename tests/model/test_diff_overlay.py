@@ -48,6 +48,13 @@ def run(engine: Engine, view: View, script: str) -> str:
     return b"".join(out).decode()
 
 
+def plain(tree: Contents, engine: Engine) -> Contents:
+    """Without its index overlayfs parts a hard link that is opened for writing; one that stayed the same we keep."""
+    if engine.xattr_prefix == "trusted.overlay.":
+        return tree
+    return {path: item._replace(group=()) for path, item in tree.items()}
+
+
 def fresh(space: Workspace, where: str, below: bytes = b"") -> Contents:
     """Materialise the disk anew and read it back."""
     os.mkdir(where)
@@ -157,8 +164,8 @@ def check(engine: Engine, subdirectory: bytes, rounds: list[list[Op]]) -> None:
                     packer = space.packer()
                     intents = view.intents(packer)
                     space.commit(intents, packer, base)
-                before = of_listing(last)
-                assert of_state(space.state, space.reader, subdirectory) == before, "what the disk holds"
+                before = of_state(space.state, space.reader, subdirectory)
+                assert plain(before, engine) == plain(of_listing(last), engine), "what the disk holds"
                 if turn % 2:
                     space.branch.fold()
             assert fresh(space, f"{top}/fresh", subdirectory) == before, "what another host gets"
