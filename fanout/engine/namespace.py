@@ -11,6 +11,7 @@ kill -9.
 from __future__ import annotations
 
 import ctypes
+import errno
 import itertools
 import os
 import queue
@@ -18,6 +19,7 @@ import signal
 import subprocess
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -39,6 +41,9 @@ WANTED_OPTIONS = ("metacopy=off", "redirect_dir=on", "index=on", "xino=auto", "v
 
 #: Where the private namespace keeps its mount points. It exists wherever sysfs is, and no layer can lie in it.
 MOUNT_ROOT = "/sys/fs"
+
+#: How often, and after how long each, a mount is tried again whose layers are still those of another.
+BUSY_TRIES, BUSY_S = 100, 0.01
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -145,7 +150,7 @@ class Spawner:
         try:
             for point, mount in child.overlays:
                 os.makedirs(point, exist_ok=True)
-                _mount_overlay(point, mount, self.options)
+                _mount_when_free(point, mount, self.options)
             popen = subprocess.Popen(
                 child.argv,
                 stdin=child.stdin,
@@ -223,6 +228,18 @@ def _try_overlay(options: tuple[str, ...]) -> bool:
         return False
     _umount(point)
     return True
+
+
+def _mount_when_free(point: str, mount: Mount, options: Sequence[str]) -> None:
+    """Mount an overlay. Its layers may be held a moment more: a sandbox copies what is mounted while it is built."""
+    for _ in range(BUSY_TRIES):
+        try:
+            return _mount_overlay(point, mount, options)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+        time.sleep(BUSY_S)
+    _mount_overlay(point, mount, options)
 
 
 def _mount_overlay(point: str, mount: Mount, options: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ Owns the cache directory: what is in it, who uses it, what is removed when. Know
     base/<id>/tree, delta/<id>/tree   immutable once there; built in tmp/ and renamed into place
     base/<id>/entry                   size in bytes and the boot it was built in
     lease/<kind>-<id>                 flock: shared in use, exclusive to build or evict; its mtime is the last use
-    tmp/<owner>-*, upper/<owner>-*, trash/<owner>-*    scratch of one process
+    tmp/<owner>-*, upper/<owner>-*, trash/<owner>-*    scratch of one process (scratch.py)
     owner/<owner>                     flock: held as long as that process lives
 
 Trees are not synced to disk one by one, so those of an earlier boot (a power cut may have emptied their files)
@@ -28,8 +28,9 @@ from fanout.disk.state import State
 from fanout.errors import FanoutError, Invalid, Unavailable
 from fanout.runtime import Runtime, system
 from fanout.view.local import remove_tree
+from fanout.view.scratch import Scratch, ScratchPool
 
-__all__ = ["HostCache", "Known", "Lease", "Scratch"]
+__all__ = ["HostCache", "Known", "Lease"]
 
 Kind = Literal["base", "delta"]
 #: Builds a tree below an open directory; returns its size on disk in bytes.
@@ -67,14 +68,6 @@ class Lease:
         cache, self._cache = self._cache, None
         if cache is not None:
             cache._release(self._key)
-
-
-class Scratch(NamedTuple):
-    """A private directory of one view on the cache's file system."""
-
-    path: str
-    upper: str
-    work: str
 
 
 class _Slot:
@@ -118,6 +111,7 @@ class HostCache:
             allowed = f"a directory this user can write ({error.strerror})"
             raise Invalid.argument("cache_dir", self.dir, allowed) from error
         self._remover = ThreadPoolExecutor(1, "fanout-remove")
+        self._scratch = ScratchPool(lambda: self._scratch_path("upper"), runtime)
         self._clean()
 
     # -- trees -----------------------------------------------------------------------------------------------
@@ -241,15 +235,19 @@ class HostCache:
     # -- scratch ---------------------------------------------------------------------------------------------
 
     def scratch(self) -> Scratch:
-        """Make empty directories for one view; give them back to `discard`."""
-        path = self._scratch_path("upper")
+        """Return empty directories for one view; they go to `give_back`."""
         try:
-            os.mkdir(path, 0o700)
-            os.mkdir(f"{path}/upper", 0o755)
-            os.mkdir(f"{path}/work", 0o700)
+            return self._scratch.take()
         except OSError as error:
             raise Unavailable(f"the cache directory {self.dir} cannot hold a view: {error.strerror}") from error
-        return Scratch(path, f"{path}/upper", f"{path}/work")
+
+    def give_back(self, scratch: Scratch) -> None:
+        """Take a scratch back and empty it in the background. Nothing may be mounted on it any more."""
+        self._remover.submit(self._keep_or_remove, scratch)
+
+    def _keep_or_remove(self, scratch: Scratch) -> None:
+        if not self._scratch.keep(scratch):
+            self.discard(scratch.path)
 
     def discard(self, path: str) -> None:
         """Remove a directory of the cache in the background."""
@@ -327,10 +325,14 @@ class HostCache:
 
     def close(self) -> None:
         """Finish removing what was discarded. Leases and scratch still out are left to the next start."""
+        if self._owner_fd < 0:
+            return
+        self._remover.submit(lambda: None).result()
+        for scratch in self._scratch.drain():
+            self.discard(scratch.path)
         self._remover.shutdown(wait=True)
-        if self._owner_fd >= 0:
-            os.close(self._owner_fd)
-            self._owner_fd = -1
+        os.close(self._owner_fd)
+        self._owner_fd = -1
 
     def _own(self) -> int:
         """Take the lock that tells other processes that our scratch is alive."""

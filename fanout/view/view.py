@@ -16,10 +16,11 @@ from fanout.disk.state import Difference, State
 from fanout.engine.base import Mount
 from fanout.errors import Invalid, NotFound
 from fanout.format.tree import DIR, Node, parents
-from fanout.view.cache import HostCache, Known, Lease, Scratch
+from fanout.view.cache import HostCache, Known, Lease
 from fanout.view.diff import diff_upper
 from fanout.view.local import shown
 from fanout.view.materialise import materialise
+from fanout.view.scratch import Scratch
 
 __all__ = ["View", "open_view"]
 
@@ -51,6 +52,7 @@ class View:
         self._xattr_prefix = xattr_prefix
         self.warm = all(lease.warm for lease in leases)
         self.skipped: tuple[bytes, ...] = ()
+        self._over = False  # whether the layer is known to have no writer any more
 
     def mount(self, target: str) -> Mount:
         """Return what an engine needs to show this view at `target`."""
@@ -62,9 +64,11 @@ class View:
         """Return what the command changed, its new contents packed; only after all its processes are dead."""
         if self._scratch is None:
             return []
+        self._over = True
         found = diff_upper(
             self._scratch.upper, self._state, packer, self._reader,
-            subdirectory=self._subdirectory, xattr_prefix=self._xattr_prefix, runtime=self._cache.runtime,
+            subdirectory=self._subdirectory, work=self._scratch.work, lowers=self._lowers,
+            xattr_prefix=self._xattr_prefix, runtime=self._cache.runtime,
         )  # fmt: skip
         self.skipped = found.skipped
         return found.intents
@@ -72,7 +76,9 @@ class View:
     def close(self) -> None:
         """Drop the private layer (in the background) and let go of the base; repeating it is harmless."""
         scratch, self._scratch = self._scratch, None
-        if scratch is not None:
+        if scratch is not None and self._over:
+            self._cache.give_back(scratch)
+        elif scratch is not None:
             self._cache.discard(scratch.path)
         for lease in self._leases:
             lease.release()
@@ -105,7 +111,7 @@ def open_view(
         return View(cache, reader, state, subdirectory, lowers, leases, scratch, xattr_prefix)
     except BaseException:
         if scratch is not None:
-            cache.discard(scratch.path)
+            cache.give_back(scratch)
         for lease in leases:
             lease.release()
         raise
