@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from functools import partial
 from itertools import islice
@@ -33,6 +33,7 @@ from fanout.errors import Invalid, NotFound, Unavailable
 from fanout.format.tree import DIR, Node, directory
 from fanout.model import Change, Checkpoint, Commit, CommitPolicy, DirEntry, Event, Lock, Mount, ObjectInfo, Run
 from fanout.run import request
+from fanout.run.bridge import BATCH, each, in_turn
 from fanout.run.changes import change_of, changes_of
 from fanout.run.describe import (
     KINDS,
@@ -45,7 +46,7 @@ from fanout.run.describe import (
     only_time,
     when,
 )
-from fanout.run.exec import Host, Job, JobMount
+from fanout.run.exec import Host, Job
 from fanout.run.executor import LocalExecutor
 from fanout.run.mounts import Lines
 from fanout.run.once import Once
@@ -58,7 +59,6 @@ from fanout.view.transfer import download, upload_intents
 __all__ = ["LocalDisk", "LocalFanout"]
 
 T = TypeVar("T")
-_BATCH = 256
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -154,9 +154,12 @@ class LocalFanout(Fanout):
             "network": request.check_network(given["network"]),
         }
         mounts = _mounts(disks)
+        live = {name: mount for name, mount in mounts.items() if mount.at is None}
+        if self._engine is None or self._lines.known(live) is None:
+            await in_turn(partial(self._prepare, live))
         known = self._lines.known(mounts)
-        if known is None or self._engine is None:
-            known = await anyio.to_thread.run_sync(self._prepare, mounts)
+        if known is None:
+            known = await anyio.to_thread.run_sync(self._lines.look_up, mounts)
         self._check_open()
         return Job(id=job_id, mounts=known, author=self._author, arrived_s=arrived_s, **checked)
 
@@ -197,9 +200,10 @@ class LocalFanout(Fanout):
         if not self._opened:
             raise Unavailable("this connection is not open: use `async with fanout.connect(...) as fo`")
 
-    def _prepare(self, given: Mapping[str, Mount]) -> list[JobMount]:
+    def _prepare(self, live: Mapping[str, Mount]) -> None:
         """What may need the store or run something: the engine's first probe, and opening disks."""
-        mounts = self._lines.look_up(given)
+        if self._lines.known(live) is None:
+            self._lines.look_up(live)
         with self._engine_lock:
             self._check_open()
             if self._engine is None:
@@ -215,7 +219,6 @@ class LocalFanout(Fanout):
                 host = Host(engine, self._cache, self._runtime, shell, output_bytes=self.settings.output_bytes)
                 self._executor = LocalExecutor(host, self.settings.max_in_flight)
                 self._engine = engine
-        return mounts
 
 
 class LocalDisks(Disks):
@@ -232,7 +235,7 @@ class LocalDisks(Disks):
 
     async def list(self) -> AsyncIterator[Disk]:
         self._fanout._check_open()
-        async for name in _each(self._fanout._catalogue.names):
+        async for name in each(self._fanout._catalogue.names):
             yield await self.get(name)
 
     async def delete(self, name: str) -> None:
@@ -352,7 +355,7 @@ class LocalDisk(Disk):
     ) -> AsyncIterator[ObjectInfo]:
         start = os.fsencode(prefix).lstrip(b"/")
         after = os.fsencode(start_after).lstrip(b"/")
-        async for item in _each(lambda: list_tree(self.point.state(), start, after, recursive)):
+        async for item in each(lambda: list_tree(self.point.state(), start, after, recursive)):
             yield item
 
     async def listdir(self, path: str = "/") -> AsyncIterator[DirEntry]:
@@ -366,7 +369,7 @@ class LocalDisk(Disk):
             for name, child in state.children(parent):
                 yield directory_entry(parent, name, child)
 
-        async for item in _each(entries):
+        async for item in each(entries):
             yield item
 
     async def checkpoint(self, name: str | None = None) -> Checkpoint:
@@ -376,7 +379,7 @@ class LocalDisk(Disk):
         return checkpoint_of(made, record)
 
     async def checkpoints(self) -> AsyncIterator[Checkpoint]:
-        async for name in _each(self.core.checkpoint_names):
+        async for name in each(self.core.checkpoint_names):
             record = await anyio.to_thread.run_sync(self.core.checkpoint_record, name)
             yield checkpoint_of(name, record)
 
@@ -392,7 +395,7 @@ class LocalDisk(Disk):
         return await anyio.to_thread.run_sync(work)
 
     async def branches(self) -> AsyncIterator[str]:
-        async for name in _each(self.core.branch_names):
+        async for name in each(self.core.branch_names):
             yield name
 
     async def merge(self, branch: Disk | str, *, on_conflict: Literal["fail", "ours", "theirs"] = "fail") -> Commit:
@@ -414,7 +417,7 @@ class LocalDisk(Disk):
             raise Invalid.argument("limit", limit, "at least 1")
         if after < 0:
             raise Invalid.argument("after", after, "a sequence number of at least 0")
-        async for commit in _each(lambda: islice(self._history(after), limit)):
+        async for commit in each(lambda: islice(self._history(after), limit)):
             yield commit
 
     async def diff(self, before: str | int, after: str | int | None = None) -> AsyncIterator[Change]:
@@ -425,14 +428,14 @@ class LocalDisk(Disk):
                 if not only_time(difference.before, difference.after):
                     yield change_of(difference)
 
-        async for change in _each(changes):
+        async for change in each(changes):
             yield change
 
     def _history(self, after: int) -> Iterator[Commit]:
         """Newest first, reading the log a window at a time."""
         high = self.point.branch.refresh().seq if self.point.seq is None else self.point.seq
         while high > after:
-            low = max(after, high - _BATCH)
+            low = max(after, high - BATCH)
             for entry in reversed(list(self.point.branch.history(low, high))):
                 for commit in reversed(entry.commits):
                     if commit.effects or commit.merged_uuid:  # else it only took or released a lock
@@ -482,14 +485,6 @@ _OPTIONS: dict[str, Any] = {
     "cpus": None,
     "memory_mib": None,
 }
-
-
-async def _each(make: Callable[[], Iterable[T]]) -> AsyncIterator[T]:
-    """Iterate a blocking iterable in worker threads, a batch at a time."""
-    iterator = iter(await anyio.to_thread.run_sync(make))
-    while batch := await anyio.to_thread.run_sync(lambda: list(islice(iterator, _BATCH))):
-        for item in batch:
-            yield item
 
 
 def _environment(job_id: str) -> dict[str, str]:

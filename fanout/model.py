@@ -53,7 +53,7 @@ class Value(BaseModel):
         frozen=True, extra="forbid", alias_generator=to_camel, populate_by_name=True, arbitrary_types_allowed=True
     )
 
-    def model_dump_json(self, *, indent: int | None = None, **options: Any) -> str:  # type: ignore[override]
+    def model_dump_json(self, *, indent: int | None = None, **options: Any) -> str:
         """Return JSON in ASCII; bytes of names that are not UTF-8 are escaped surrogates, as in `os.fsdecode`."""
         return json.dumps(self.model_dump(mode="json", **options), indent=indent)
 
