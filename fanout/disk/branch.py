@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 
 from fanout.config import Tuning
 from fanout.disk.checkout import Taken, locked_paths, overlapping
+from fanout.disk.data import Reader
+from fanout.disk.edits import Edits, find_edits
 from fanout.disk.fold import fold
 from fanout.disk.load import load_state, newest_snap, spans
 from fanout.disk.log import Log
@@ -23,7 +25,7 @@ from fanout.disk.state import Pages, State
 from fanout.errors import Conflict, FanoutError, LeaseLost, NotFound, Unknown
 from fanout.format.entry import DELETED, TOUCHED, BranchRecord, Commit, Effect, Entry, Put
 from fanout.format.lock import Acquire, LockOp, Release, locks_after
-from fanout.format.tree import Snap
+from fanout.format.tree import Node, Snap
 from fanout.runtime import Runtime
 from fanout.store.base import Store
 
@@ -97,6 +99,7 @@ class Branch:
         pages: Pages,
         runtime: Runtime,
         tuning: Tuning,
+        reader: Reader,
         state: State | None = None,
     ) -> None:
         self.name = name
@@ -107,6 +110,7 @@ class Branch:
         self._pages = pages
         self._runtime = runtime
         self._tuning = tuning
+        self._reader = reader
         self._state = None if state is None else state.unlocked()
         self._past: OrderedDict[int, State] = OrderedDict()
         self._state_lock = threading.Lock()
@@ -405,14 +409,20 @@ class Branch:
         return (Release(own),) if own else ()
 
     def _rebase(self, proposal: Proposal, tree: State, tail: int, grouped: Mapping[bytes, int]) -> Rebased:
+        def compare(base: Node, node: Node) -> Edits:
+            blobs = {**tree.blob_bytes(), **proposal.seen_blobs, **proposal.blobs}
+            return find_edits(base, node, lambda refs: self._reader.read(refs, blobs))
+
         if proposal.merged_uuid:
             touched = diverged(proposal.intents, tree)
-            return rebase(proposal.intents, tree, touched, proposal.policy, identical_is_clean=True)
+            return rebase(
+                proposal.intents, tree, touched, proposal.policy, identical_is_clean=True, compare=compare
+            )  # fmt: skip
         touched = {}
         if proposal.base_seq is not None:
             touched = self.touched(proposal.base_seq, tail)
             touched.update(grouped)
-        return rebase(proposal.intents, tree, touched, proposal.policy)
+        return rebase(proposal.intents, tree, touched, proposal.policy, compare=compare)
 
     def _advance(self, entries: Sequence[Entry]) -> None:
         with self._state_lock:

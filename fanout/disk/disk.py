@@ -366,7 +366,9 @@ class Disk:
         with self._lock:
             branch = self._branches.get(name)
             if branch is None:
-                branch = Branch(self._store, self.id, name, record, self._pages, self.runtime, self.tuning, state)
+                branch = Branch(
+                    self._store, self.id, name, record, self._pages, self.runtime, self.tuning, self.reader, state
+                )
                 self._branches[name] = branch
             return branch
 

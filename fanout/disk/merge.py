@@ -9,13 +9,14 @@ only what it could see: a directory is removed entry by entry, and stays where s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal, Protocol
 
 import msgspec
 
+from fanout.disk.edits import Edits
 from fanout.format.entry import ADDED, ATTRIBUTES, MODIFIED, TOUCHED, Effect, Put, Remove
 from fanout.format.extents import cut, size_of, splice
 from fanout.format.tree import DIR, FILE, Node, Ref, directory, parents, same_content, same_node
@@ -44,16 +45,12 @@ class Intent:
     """One path a commit wants changed: from `base` (what it saw, None: nothing) to `node` (None: removed).
 
     `weak` marks a node of which only the mtime moved (a directory's, because names in it did): it never conflicts.
-    For a file that was changed in place, `edits` are the byte ranges (start, end) in which `node` differs from `base`,
-    sorted and disjoint; `appended` says that `base`'s content is a prefix of `node`'s. Neither: it was rewritten.
     """
 
     path: bytes
     base: Node | None
     node: Node | None
     weak: bool = False
-    edits: tuple[tuple[int, int], ...] = ()
-    appended: bool = False
 
 
 class Tree(Protocol):
@@ -98,12 +95,14 @@ def rebase(
     policy: Policy,
     *,
     identical_is_clean: bool = False,
+    compare: Callable[[Node, Node], Edits] = lambda base, node: Edits(),
 ) -> Rebased:
     """Fit `intents` onto `tree`. `touched` maps the paths others changed since the intents' base to how.
 
-    `identical_is_clean`: both sides having made the very same change is no conflict (merges, not execs).
+    `identical_is_clean`: both sides having made the very same change is no conflict (merges, not execs). `compare`
+    says how a file's content was changed; it is asked only where two commits changed the same file.
     """
-    work = _Work(tree, touched, policy, identical_is_clean)
+    work = _Work(tree, touched, policy, identical_is_clean, compare)
     strong = [i for i in intents if not i.weak]
     work.see(intents)
     removals = sorted((i for i in strong if i.node is None), key=lambda i: i.path, reverse=True)
@@ -122,12 +121,20 @@ def rebase(
 class _Work:
     """The tree as it becomes while one commit's intents are fitted onto it."""
 
-    def __init__(self, tree: Tree, touched: Mapping[bytes, int], policy: Policy, identical_is_clean: bool) -> None:
+    def __init__(
+        self,
+        tree: Tree,
+        touched: Mapping[bytes, int],
+        policy: Policy,
+        identical_is_clean: bool,
+        compare: Callable[[Node, Node], Edits],
+    ) -> None:
         self._tree = tree
         self._touched = touched
         self._policy = policy
         self._seen: dict[bytes, Node] = {}
         self._identical_is_clean = identical_is_clean
+        self._compare = compare
         self.effects: dict[bytes, Effect] = {}
         self.conflicts: set[bytes] = set()
 
@@ -202,17 +209,18 @@ class _Work:
             return msgspec.structs.replace(node, **kept)
         if same_content(base, node):
             return msgspec.structs.replace(now, **{f: getattr(node, f) for f in _ATTRIBUTES if f not in kept})
-        data = self._both_contents(intent, base, node, now)
+        data = self._both_contents(base, node, now)
         return msgspec.structs.replace(node, **kept, data=data, size=size_of(data))
 
-    def _both_contents(self, intent: Intent, base: Node, node: Node, now: Node) -> tuple[Ref, ...]:
+    def _both_contents(self, base: Node, node: Node, now: Node) -> tuple[Ref, ...]:
         """Combine two changes of one file by byte range where mine was made in place; else mine, the later, wins."""
         if self._policy is not Policy.LAST_WINS or node.kind != FILE:
             return node.data
-        if intent.appended:
+        edits = self._compare(base, node)
+        if edits.appended:
             return now.data + cut(node.data, base.size, node.size)
-        if intent.edits:
-            return splice(now.data, node.data, intent.edits)
+        if edits.ranges:
+            return splice(now.data, node.data, edits.ranges)
         return node.data
 
     def _may_change(self, intent: Intent, now: Node | None) -> bool:
@@ -233,9 +241,9 @@ class _Work:
         """See that all directories above `path` exist; returns False where the policy forbids it."""
         missing: list[bytes] = []
         for parent in parents(path):
-            node = self._get(parent)
-            if node is not None and node.kind == DIR:
-                break
+            node = self._get(parent) if parent else None
+            if not parent or (node is not None and node.kind == DIR):
+                break  # the root always is one, and asking would load the tree's first page
             if node is not None and (self._policy is Policy.STRICT or not self._clash(parent)):
                 if self._policy is Policy.STRICT:
                     self.conflicts.add(parent)
