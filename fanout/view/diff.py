@@ -77,7 +77,7 @@ def diff_upper(
     """Compare the layer in the directory `upper`, which lay over `subdirectory` of `state`, with that tree.
 
     New contents go to `packer`. The processes that wrote the layer must be dead. `work` and `lowers` (lowest first) are
-    the mount's others directories, needed for hard links of theirs. `xattr_prefix` is where overlayfs kept its notes
+    the mount's other directories, needed for hard links of theirs. `xattr_prefix` is where overlayfs kept its notes
     ("trusted.overlay." or "user.overlay."), by default either.
     """
     fd = os.open(upper, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -61,7 +61,10 @@ class View:
         return Mount(target, self._lowers, self._scratch.upper, self._scratch.work)
 
     def intents(self, packer: Packer) -> list[Intent]:
-        """Return what the command changed, its new contents packed; only after all its processes are dead."""
+        """Return what the command changed, its new contents packed; only after all its processes are dead.
+
+        Call it once: reading what its owner shut himself out from opens it up in the layer.
+        """
         if self._scratch is None:
             return []
         self._over = True
