@@ -13,6 +13,7 @@ from fanout.runtime import Runtime, system
 from fanout.store.base import Store
 from fanout.store.local import LocalStore
 from fanout.store.memory import MemoryStore
+from fanout.store.wrap import Retrying
 
 __all__ = ["open_store"]
 
@@ -27,9 +28,9 @@ def open_store(
 
     - `file:///directory` or an absolute path: a `LocalStore`. The first form decodes `%20` and the like.
     - `memory://name`: one `MemoryStore` shared by this process; `memory://` a new one at each call.
-    - `s3://bucket/prefix`: an `S3Store`. `s3_endpoint` defaults to FANOUT_S3_ENDPOINT, then
-      AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, then AWS itself; `s3_region` and the credentials come from where
-      boto3 looks for them.
+    - `s3://bucket/prefix`: an `S3Store` whose reads and replacing puts are retried. `s3_endpoint` defaults to
+      FANOUT_S3_ENDPOINT, then AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, then AWS itself; `s3_region` and the
+      credentials come from where boto3 looks for them.
 
     Errors: `Invalid` (the URL, or a bucket that is not there), `Denied`, `Unavailable` (naming the endpoint).
     """
@@ -49,5 +50,5 @@ def open_store(
             bucket, _, prefix = rest.partition("/")
             store = S3Store(bucket, prefix, endpoint=s3_endpoint, region=s3_region)
             store.check()
-            return store
+            return Retrying(store, runtime)
     raise Invalid.argument("store", url, _ALLOWED)
