@@ -12,14 +12,17 @@ import anyio
 from fanout.api import Fanout
 from fanout.config import Settings
 from fanout.local import LocalFanout
+from fanout.runtime import Runtime, system
 from fanout.store.base import Store
 
 
 @asynccontextmanager
-async def connected(store: Store, cache_dir: Path, **settings: object) -> AsyncIterator[Fanout]:
+async def connected(
+    store: Store, cache_dir: Path, *, runtime: Runtime = system, **settings: object
+) -> AsyncIterator[Fanout]:
     """Open an embedded connection on a store and a cache directory of its own."""
     loaded = Settings.load({}, store="memory://", cache_dir=cache_dir, author="tester", **settings)
-    async with LocalFanout(loaded, store=store) as fo:
+    async with LocalFanout(loaded, store=store, runtime=runtime) as fo:
         yield fo
 
 
