@@ -38,7 +38,7 @@ class Tuning(BaseModel):
     group_commits: int = Field(1024, ge=1)
     group_bytes: int = Field(1 << 20, ge=1)
     group_gap_s: float = Field(0.025, ge=0)
-    group_wait_s: float = Field(2.0, ge=0)
+    group_wait_s: float = Field(0.5, ge=0)
     page_cache_entries: int = Field(64 << 10, ge=1)
 
 

@@ -295,12 +295,12 @@ class Branch:
 
         That is twice the time it has taken so far: calls that started together then need a number of entries that
         grows with the logarithm of how far apart they end, and no call takes more than three times as long. It ends
-        early when nobody came for as long as the first member took (at most ten gaps). Writers that are much older
+        early when nobody came for as long as the first member took (at most six gaps). Writers that are much older
         than it are not waited for: they are the long ones.
         """
         tuning = self._tuning
         age_s = self._queue[0].proposal.age_s if self._queue else 0.0
-        gap_s = min(max(tuning.group_gap_s, age_s), 10 * tuning.group_gap_s)
+        gap_s = min(max(tuning.group_gap_s, age_s), 6 * tuning.group_gap_s)
         now = self._runtime.monotonic()
         deadline, quiet_at = now + min(2 * age_s, tuning.group_wait_s), now + gap_s
         old = sum(now - since_s > 4 * age_s for since_s in self._writers.values())
