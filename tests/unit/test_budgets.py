@@ -46,7 +46,7 @@ def test_a_small_commit_is_one_put(counted: Counted) -> None:
     assert counted.since() == {"create": 1}
 
 
-def test_a_commit_to_a_tail_that_moved_once_is_two_puts_and_three_gets(counted: Counted) -> None:
+def test_a_commit_to_a_tail_that_moved_once_is_two_puts_and_two_gets(counted: Counted) -> None:
     other = cold(counted.disk, counted.store)
     put(other, "theirs", b"1")
     counted.since()
