@@ -191,6 +191,8 @@ def _fail(message: str, code: int) -> NoReturn:
         sys.stdout.flush()
     except BrokenPipeError:
         _leave_pipe()
+    except OSError:  # what the message is about, most likely
+        _drop_output()
     try:
         print(f"fanout: {safe(message)}", file=sys.stderr, flush=True)
     except BrokenPipeError:
@@ -199,8 +201,13 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 def _leave_pipe() -> NoReturn:
-    """The reader of our output is gone, which is its right: say nothing, and let what is unwritten go nowhere."""
+    """The reader of our output is gone, which is its right: say nothing."""
+    _drop_output()
+    sys.exit(_BROKEN_PIPE)
+
+
+def _drop_output() -> None:
+    """Let what is unwritten go nowhere, so that the interpreter does not fail over it when it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
-    sys.exit(_BROKEN_PIPE)

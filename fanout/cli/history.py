@@ -179,13 +179,12 @@ def diff(context: click.Context, spec: str, before: str, after: str | None, as_j
 
 @click.command(short_help="Show the checkouts held on a disk, or break one.")
 @disk_argument
-@click.option("--break", "lock_id", metavar="ID", help="Take this lock from its holder first.")
+@click.option("--break", "lock_id", metavar="LOCK", help="Take this lock from its holder first.")
 @json_option
 @click.pass_context
 def locks(context: click.Context, spec: str, lock_id: str | None, as_json: bool) -> int:
     """Show the checkouts held on DISK, or break one: its holder's commit then fails."""
-    from fanout.cli.render import json_document, local_time
-    from fanout.cli.render import name as shown
+    from fanout.cli.render import json_document, local_time, name, print_table
 
     async def work() -> None:
         async with session(context) as fo:
@@ -194,13 +193,12 @@ def locks(context: click.Context, spec: str, lock_id: str | None, as_json: bool)
                 await disk.break_lock(lock_id)
             held = await disk.locks()
         if as_json:
-            json_document([lock.model_dump(mode="json", by_alias=True) for lock in held])
-            return
-        for lock in held:
-            paths = " ".join(shown(path) for path in lock.paths)
-            print(f"{lock.id}  {lock.exec_id}  until {local_time(lock.expires)}  {paths}")
-        if not held and sys.stdout.isatty():
-            print(f"no locks on {disk.name}")
+            json_document(held)
+        elif held:
+            rows = [(each.id, each.exec_id, local_time(each.expires), " ".join(map(name, each.paths))) for each in held]
+            print_table(("lock", "exec", "expires", "paths"), rows, flexible="paths")
+        elif sys.stdout.isatty():
+            print(f"no locks on {disk.name}@{disk.branch_name}")
 
     return run_async(work)
 

@@ -14,6 +14,7 @@ from fanout.cli.app import json_option, run_async, session
 
 if TYPE_CHECKING:
     from fanout.api import Disk, Fanout
+    from fanout.cli.spec import MountSpec
     from fanout.model import Mount, Run
 
 __all__ = ["COMMANDS", "open_mounts", "run_fields"]
@@ -41,6 +42,14 @@ def _run_options(command: Callable[..., Any]) -> Callable[..., Any]:
             help="When what it wrote is kept.",
         ),
         click.option("--timeout", "timeout_s", type=float, default=300.0, show_default=True, metavar="SECONDS"),
+        click.option("--queue-ms", type=float, metavar="MS", help="Longest wait for --checkout. [the timeout]"),
+        click.option(
+            "--checkout",
+            "checkouts",
+            multiple=True,
+            metavar="[NAME:]PATH",
+            help="Lock this path of the mount for the command alone. Repeatable.",
+        ),
         click.option("-e", "--env", "env", multiple=True, metavar="K=V", help="Set a variable. Repeatable."),
         click.option("--cwd", metavar="DIR", help="Where it starts. [the only mount, else /mnt]"),
         click.option(
@@ -74,6 +83,8 @@ def exec_(
     quiet: bool,
     as_json: bool,
     env: tuple[str, ...],
+    checkouts: tuple[str, ...],
+    queue_ms: float | None,
     **options: Any,
 ) -> int:
     """Run COMMAND in a fresh sandbox, commit what it wrote, and exit with its exit code.
@@ -92,7 +103,7 @@ def exec_(
 
     async def work() -> int:
         async with session(context) as fo:
-            options["disks"] = await open_mounts(fo, specs)
+            options["disks"] = await open_mounts(fo, specs, checkouts, queue_ms)
             if as_json:
                 run = await fo.exec(command, **options)
                 json_document(run_fields(run))
@@ -121,6 +132,8 @@ def map_(
     max_in_flight: int | None,
     as_json: bool,
     env: tuple[str, ...],
+    checkouts: tuple[str, ...],
+    queue_ms: float | None,
     **options: Any,
 ) -> int:
     """Run COMMAND once for each ITEM, each in a fresh sandbox, all on the same disks.
@@ -143,7 +156,7 @@ def map_(
 
         board = Board(found)
         async with session(context, max_in_flight=max_in_flight) as fo:
-            options["disks"] = await open_mounts(fo, specs)
+            options["disks"] = await open_mounts(fo, specs, checkouts, queue_ms)
             began = system.monotonic()
             try:
                 with board.live():
@@ -166,18 +179,32 @@ def map_(
 COMMANDS = (exec_, map_)
 
 
-async def open_mounts(fo: Fanout, specs: Sequence[Any]) -> dict[str, Disk | Mount]:
+async def open_mounts(
+    fo: Fanout, specs: Sequence[MountSpec], checkouts: Sequence[str] = (), queue_ms: float | None = None
+) -> dict[str, Disk | Mount]:
     """Open the disks of `-d` options and say how they are mounted. A checkpoint is read-only unless told otherwise."""
+    from fanout.cli.spec import split_checkouts
     from fanout.errors import Invalid
 
-    opened: dict[str, Disk | Mount] = {}
+    found: dict[str, tuple[Disk, MountSpec]] = {}
     for spec in specs:
         disk = await fo.disks.get(str(spec.disk))
         name = spec.name or disk.name
-        if name in opened:
+        if name in found:
             raise Invalid.argument("--disk", name, "each name once: give another with -d NAME=DISK")
+        found[name] = disk, spec
+    locked = split_checkouts(checkouts, list(found))
+    if queue_ms is not None and not locked:
+        raise Invalid.argument("--queue-ms", queue_ms, "only together with --checkout")
+    opened: dict[str, Disk | Mount] = {}
+    for name, (disk, spec) in found.items():
         mode = spec.mode or ("ro" if disk.at is not None else "shared")
-        opened[name] = disk.mount(read_only=mode == "ro", conditional=mode == "conditional")
+        opened[name] = disk.mount(
+            read_only=mode == "ro",
+            conditional=mode == "conditional",
+            checkout=locked.get(name, ()),
+            queue_ms=queue_ms if name in locked else None,
+        )
     return opened
 
 

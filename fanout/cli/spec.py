@@ -5,12 +5,21 @@ Owns the parsing of `DISK`, `MOUNT` and `K=V`. Opens nothing: whether what they 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fanout.errors import Invalid
 
-__all__ = ["MODES", "DiskSpec", "MountSpec", "command_line", "environment", "parse_disk", "parse_mount"]
+__all__ = [
+    "MODES",
+    "DiskSpec",
+    "MountSpec",
+    "command_line",
+    "environment",
+    "parse_disk",
+    "parse_mount",
+    "split_checkouts",
+]
 
 #: What MODE may be.
 MODES = ("ro", "conditional", "shared")
@@ -66,6 +75,19 @@ def environment(pairs: Iterable[str]) -> dict[str, str]:
             raise Invalid.argument("--env", pair, "NAME=VALUE")
         parsed[key] = value
     return parsed
+
+
+def split_checkouts(checkouts: Iterable[str], names: Sequence[str]) -> dict[str, list[str]]:
+    """Give each `[NAME:]PATH` to the mount it names; without NAME there must be just one."""
+    given: dict[str, list[str]] = {}
+    for text in checkouts:
+        name, separator, path = text.partition(":")
+        if not separator or name not in names:
+            if len(names) != 1:
+                raise Invalid.argument("--checkout", text, "NAME:PATH, with the NAME of one of the mounts (-d)")
+            name, path = names[0], text
+        given.setdefault(name, []).append(path)
+    return given
 
 
 def command_line(words: tuple[str, ...]) -> str:

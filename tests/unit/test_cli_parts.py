@@ -37,6 +37,12 @@ def test_environment() -> None:
             spec.environment([bad])
 
 
+def test_checkouts() -> None:
+    assert spec.split_checkouts(["a", "w:b", "x:c"], ["w"]) == {"w": ["a", "b", "x:c"]}
+    assert spec.split_checkouts(["w:b", "v:c"], ["w", "v"]) == {"w": ["b"], "v": ["c"]}
+    assert spec.split_checkouts([], []) == {}
+
+
 def test_command_line() -> None:
     assert spec.command_line(("cd a && b",)) == "cd a && b"
     assert spec.command_line(("echo", "a b", "$x")) == "echo 'a b' '$x'"

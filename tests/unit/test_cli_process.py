@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import re
@@ -34,6 +35,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
         "FANOUT_CACHE_DIR": f"{tmp_path}/cache",
         "TERM": "xterm-256color",
         "COLUMNS": "",
+        "PYTHONUNBUFFERED": "",
         "LC_ALL": "C.UTF-8",
     }
 
@@ -206,6 +208,24 @@ def test_a_conflict_says_what_to_do(start: Start, ws: str, here: Here) -> None:
     assert here(*diff) == b"M f\n"
     here(*merge)
     assert here("cat", "ws@side", "f") == b"mine\n"
+
+
+def test_locks_are_shown_and_broken(start: Start, ws: str, here: Here) -> None:
+    """A held checkout keeps others off its path; broken, its holder's commit fails."""
+    holder = start("exec", "-d", ws, "--checkout", "src", "echo ready; sleep 4; echo 1 > src")
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"ready\n"
+    (held,) = json.loads(here("locks", ws, "--json"))
+    assert held["paths"] == ["/src"]
+    assert held["id"] in here("locks", ws).decode()
+    waiter = start("exec", "-d", ws, "--checkout", "ws:/src", "--queue-ms", "50", "true")
+    _, stderr = waiter.communicate(timeout=PATIENCE_S)
+    assert waiter.returncode == 75, stderr
+    assert here("locks", ws, "--break", held["id"]) == b""
+    _, stderr = holder.communicate(timeout=PATIENCE_S)
+    assert holder.returncode == 75, stderr
+    assert stderr.startswith(b"fanout: ")
+    assert here("ls", ws) == b""
 
 
 def test_an_interrupted_demo_leaves_no_disk(start: Start, tmp_path: Path, here: Here) -> None:
