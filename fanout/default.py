@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import threading
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from typing import Any
 
 from fanout.api import Fanout, connect
@@ -49,6 +50,8 @@ async def stream(command: str, **options: Any) -> AsyncGenerator[Event, None]:
 def _close() -> None:
     from fanout.local import LocalFanout
 
-    # At the interpreter's end no thread can be started, and so no event loop that calls into threads.
+    # Not aclose: at the interpreter's end no thread can be started, and so no event loop that calls into threads.
+    # For the same reason what is left to a pool's thread is refused; the pools have done all their work by then.
     if isinstance(_connection, LocalFanout):
-        _connection.close()
+        with suppress(RuntimeError):
+            _connection.close()
