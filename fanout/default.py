@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import atexit
 import threading
-from collections.abc import AsyncGenerator
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 from fanout.api import Fanout, connect
@@ -16,6 +15,8 @@ from fanout.model import Event, Run
 
 __all__ = ["connection", "exec", "map", "stream"]
 
+#: Before thread pools are shut down, which is before `atexit`: closing still has work for them.
+_at_exit: Callable[[Callable[[], None]], Any] = getattr(threading, "_register_atexit", atexit.register)
 _lock = threading.Lock()
 _connection: Fanout | None = None
 
@@ -26,7 +27,7 @@ async def connection() -> Fanout:
     with _lock:
         if _connection is None:
             _connection = connect()
-            atexit.register(_close)
+            _at_exit(_close)
         made = _connection
     return await made.open()
 
@@ -50,8 +51,5 @@ async def stream(command: str, **options: Any) -> AsyncGenerator[Event, None]:
 def _close() -> None:
     from fanout.local import LocalFanout
 
-    # Not aclose: at the interpreter's end no thread can be started, and so no event loop that calls into threads.
-    # For the same reason what is left to a pool's thread is refused; the pools have done all their work by then.
     if isinstance(_connection, LocalFanout):
-        with suppress(RuntimeError):
-            _connection.close()
+        _connection.close()
