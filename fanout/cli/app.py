@@ -86,7 +86,7 @@ class App(click.Group):
 def run_async(work: Callable[[], Coroutine[Any, Any, int | None]]) -> int:
     """Run a command's coroutine on a fresh event loop and return its exit code.
 
-    SIGINT and SIGTERM cancel it: what it started has stopped when this raises. So does a reader of ours who leaves.
+    SIGINT, SIGTERM and SIGHUP cancel it: what it started has stopped when this raises. So does a reader of ours who leaves.
     The second signal ends the process at once.
     """
     import asyncio
@@ -96,8 +96,8 @@ def run_async(work: Callable[[], Coroutine[Any, Any, int | None]]) -> int:
     async def guarded() -> int | None:
         task, loop = asyncio.current_task(), asyncio.get_running_loop()
         assert task is not None
-        # What ignores SIGINT (nohup, a shell's background job) goes on ignoring it.
-        ends = [s for s in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(s) is not signal.SIG_IGN]
+        # What is ignored (by nohup, in a shell's background job) stays ignored.
+        ends = [s for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(s) is not signal.SIG_IGN]
 
         def stop(number: int) -> None:
             received.append(number)

@@ -128,7 +128,7 @@ def test_python_dash_m_and_exit_code(start: Start) -> None:
     assert process.wait(PATIENCE_S) == 9
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_a_signal_ends_everything(start: Start, ws: str, number: signal.Signals, code: int, here: Here) -> None:
     marker = f"7{os.getpid()}.{number:d}"
     process = start("map", "-d", ws, "echo {} > f{}; sleep " + marker, "1", "2")
