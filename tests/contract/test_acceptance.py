@@ -1,0 +1,118 @@
+"""The job as it was asked for: many execs at once on one disk, one script whatever the store."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shlex
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+import fanout
+from fanout.errors import Conflict
+
+#: The very same script for every store: what differs are its arguments.
+SCRIPT = """
+import asyncio, json, sys
+import fanout
+
+async def main(store, cache_dir):
+    async with fanout.connect(store=store, cache_dir=cache_dir) as fo:
+        disk = await fo.disks.create("express")
+        await disk.put_object("express/package.json", b"{}")
+        await disk.checkpoint("base")
+        runs = await asyncio.gather(*[
+            fo.exec(f"mkdir -p ../results && echo {i} > ../results/{i}.txt; ls; echo $?", cwd="/mnt/work/express",
+                    disks={"work": disk.mount(conditional=True)})
+            for i in range(50)
+        ])
+        keys = [o.key async for o in disk.list_objects("results/")]
+        data = [await disk.get_object(f"results/{i}.txt") for i in range(50)]
+        print(json.dumps({
+            "outputs": sorted({r.stdout for r in runs}),
+            "conflicts": sum(r.conflict is not None for r in runs),
+            "files": len(keys),
+            "right": data == [f"{i}\\n".encode() for i in range(50)],
+            "entries": len({r.commits["work"].seq for r in runs}),
+            "log": len({c.seq async for c in disk.log(after=1)}),
+            "commits": len([c async for c in disk.log(after=1)]),
+            "diff": len([c async for c in disk.diff("base") if c.path.startswith("results/")]),
+            "queue": all(r.timing.queue_ms > 0 for r in runs),
+        }))
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+def run_script(store: str, cache_dir: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, store, str(cache_dir)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    entries = result.pop("entries")
+    assert result == {
+        "outputs": ["package.json\n0\n"],
+        "conflicts": 0,
+        "files": 50,
+        "right": True,
+        "log": entries,
+        "commits": 50,
+        "diff": 50,
+        "queue": True,
+    }
+    assert entries <= 5, f"50 execs that ran together took {entries} entries of the log"
+
+
+def test_fifty_on_a_local_store(tmp_path: Path) -> None:
+    run_script(f"file://{tmp_path}/store", tmp_path / "cache")
+
+
+def test_fifty_in_memory(tmp_path: Path) -> None:
+    run_script("memory://", tmp_path / "cache")
+
+
+def test_fifty_on_moto(moto_endpoint: str, moto_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FANOUT_S3_ENDPOINT", moto_endpoint)
+    run_script(f"s3://{moto_bucket}/{uuid.uuid4().hex}", tmp_path / "cache")
+
+
+@pytest.mark.s3
+def test_fifty_on_a_real_s3_server(
+    s3_endpoint: str, s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
+    run_script(f"s3://{s3_bucket}/{uuid.uuid4().hex}", tmp_path / "cache")
+
+
+def test_three_fixes_side_by_side_and_the_winner_merged(tmp_path: Path) -> None:
+    """The other half of the job: branches, a winner, and the losers gone from sight but not lost."""
+
+    async def work() -> None:
+        async with fanout.connect(store="memory://", cache_dir=tmp_path) as fo:
+            disk = await fo.disks.create("ws")
+            await disk.put_object("src/add.sh", "echo $(($1 - $2))\n")
+            await disk.checkpoint("base")
+            fixes = {"a": "echo $(($1 * $2))", "b": "echo $(($1 + $2))", "c": "exit 1"}
+            branches = {name: await disk.branch(name, checkpoint="base") for name in fixes}
+            runs = await asyncio.gather(
+                *[
+                    fo.exec(
+                        f'echo {shlex.quote(fix)} > src/add.sh; [ "$(sh src/add.sh 2 3)" = 5 ]',
+                        disks={"w": branches[name]},
+                    )
+                    for name, fix in fixes.items()
+                ]
+            )
+            winners = [name for name, run in zip(fixes, runs, strict=True) if run.ok]
+            assert winners == ["b"]
+            commit = await disk.merge(branches["b"])
+            assert [change.path for change in commit.changes] == ["src/add.sh"]
+            assert await disk.get_object("src/add.sh") == b"echo $(($1 + $2))\n"
+            with pytest.raises(Conflict):
+                await disk.merge(branches["a"])
+            assert await branches["a"].get_object("src/add.sh") == b"echo $(($1 * $2))\n"
+
+    asyncio.run(work())
