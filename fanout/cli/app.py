@@ -86,7 +86,8 @@ class App(click.Group):
 def run_async(work: Callable[[], Coroutine[Any, Any, int | None]]) -> int:
     """Run a command's coroutine on a fresh event loop and return its exit code.
 
-    SIGINT, SIGTERM and SIGHUP cancel it: what it started has stopped when this raises. So does a reader of ours who leaves.
+    SIGINT, SIGTERM and SIGHUP cancel it, and so does a reader of ours who leaves: what it started has stopped when
+    this raises.
     The second signal ends the process at once.
     """
     import asyncio
