@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from fanout.config import Tuning
 from fanout.disk.data import Reader
 from fanout.disk.disk import Disk, Point
+from fanout.disk.load import lineage_at, spans
 from fanout.disk.state import State, classify
 from fanout.errors import Corrupt, Invalid, NotFound
 from fanout.format import layout
-from fanout.format.entry import ADDED, ATTRIBUTES, DELETED, MODIFIED
+from fanout.format.entry import ADDED, ATTRIBUTES, DELETED, MODIFIED, BranchRecord
 from fanout.format.tree import FILE, HOLE, Node, Ref, directory
 from fanout.store.base import Store
 from fanout.store.memory import MemoryStore
@@ -271,3 +274,22 @@ def test_objects_and_their_errors(store: Store) -> None:
     with pytest.raises(Invalid, match="source"):
         disk.move(main(disk), b"", b"d/x")
     assert disk.delete_object(main(disk), b"nothing").seq is None
+
+
+@pytest.mark.parametrize("gone", [range(6), range(7, 13), range(14, 20), [0, 1, 2, 3, 4, 5, 14, 15, 16, 17, 18]])
+def test_what_is_left_of_a_page_joins_its_neighbour(store: Store, gone: Sequence[int]) -> None:
+    disk = new_disk(store, tuning=UNFOLDED.model_copy(update={"page_entries": 8}))
+    put_many(disk, [(f"f{n:02}", b"%d" % n) for n in range(20)])
+    assert [page.count for page in disk.branch().fold().snap.pages] == [7, 7, 6]
+    for n in gone:
+        disk.delete_object(main(disk), b"f%02d" % n)
+    state = disk.branch().fold()
+    assert [p for p, _ in state.scan()] == [b"f%02d" % n for n in range(20) if n not in gone]
+    assert len(state.snap.pages) == 2
+    assert sum(page.count for page in state.snap.pages) == state.snap.files == 20 - len(gone)
+
+
+def test_no_ancestor_counts_beyond_where_its_child_began() -> None:
+    careless = BranchRecord("new", (("parent", 5), ("root", 10)), 0)
+    assert list(spans(careless, None)) == [("new", 5, None), ("root", 0, 5)]
+    assert lineage_at(careless, 3) == (("root", 3),)
