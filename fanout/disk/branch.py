@@ -121,6 +121,7 @@ class Branch:
         self._queue_changed = threading.Condition()
         self._leading = False
         self._writers: dict[object, float] = {}
+        self._fan_out = (0.0, 1.0)  # of the last group: when its first call arrived, how wide its bounds were
         self._touched: OrderedDict[int, dict[bytes, int]] = OrderedDict()
         self._touched_paths = 0
         self._folder: threading.Thread | None = None
@@ -293,17 +294,26 @@ class Branch:
     def _gather(self) -> None:
         """Hold the group open while announced writers keep arriving, as long as its first member can afford.
 
-        That is twice the time it has taken so far: calls that started together then need a number of entries that
-        grows with the logarithm of how far apart they end, and no call takes more than three times as long. It ends
-        early when nobody came for as long as the first member took (at most six gaps). Writers that are much older
-        than it are not waited for: they are the long ones.
+        That is twice the time it has taken so far, and half a second (`group_wait_s`): calls that started together
+        then need a number of entries that grows with the logarithm of how far apart they end, and no call takes more
+        than three times as long. It ends early when nobody came for as long as the first member took, at most six
+        gaps. For a member of a large fan-out both bounds are wider, by as much again for every eight calls that
+        arrived about when it did and were still out at the fan-out's first group: whoever asked for fifty waits for
+        the last of them, and on a busy machine they end far apart. Writers that are much older than it are not waited
+        for: they are the long ones.
         """
         tuning = self._tuning
         age_s = self._queue[0].proposal.age_s if self._queue else 0.0
-        gap_s = min(max(tuning.group_gap_s, age_s), 6 * tuning.group_gap_s)
         now = self._runtime.monotonic()
-        deadline, quiet_at = now + min(2 * age_s, tuning.group_wait_s), now + gap_s
         old = sum(now - since_s > 4 * age_s for since_s in self._writers.values())
+        arrived_s = now - age_s
+        together = sum(abs(since_s - arrived_s) <= age_s / 2 for since_s in self._writers.values())
+        wide = max(1.0, (together - len(self._queue)) / 8)
+        if abs(self._fan_out[0] - arrived_s) <= age_s / 2:
+            wide = max(wide, self._fan_out[1])
+        self._fan_out = arrived_s, wide
+        gap_s = min(max(tuning.group_gap_s, age_s), 6 * tuning.group_gap_s * wide)
+        deadline, quiet_at = now + min(2 * age_s, tuning.group_wait_s * wide), now + gap_s
         while len(self._queue) < min(len(self._writers) - old, tuning.group_commits) and now < min(deadline, quiet_at):
             before = len(self._queue)
             self._queue_changed.wait(min(deadline, quiet_at) - now)
