@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from fanout.config import Tuning
-from fanout.disk.checkout import Taken, locked_paths, overlapping
-from fanout.disk.data import Reader
-from fanout.disk.edits import Edits, find_edits
+from fanout.disk.checkout import Line, Taken, locked_paths, overlapping
+from fanout.disk.data import Packer, Reader
+from fanout.disk.edits import combine
 from fanout.disk.fold import fold
 from fanout.disk.load import load_state, newest_snap, spans
 from fanout.disk.log import Log
@@ -25,7 +25,7 @@ from fanout.disk.state import Pages, State
 from fanout.errors import Conflict, FanoutError, LeaseLost, NotFound, Unknown
 from fanout.format.entry import DELETED, TOUCHED, BranchRecord, Commit, Effect, Entry, Put
 from fanout.format.lock import Acquire, LockOp, Release, locks_after
-from fanout.format.tree import Node, Snap
+from fanout.format.tree import Node, Ref, Snap
 from fanout.runtime import Runtime
 from fanout.store.base import Store
 
@@ -76,12 +76,14 @@ class Landed:
 
 
 class _Waiting:
-    """A proposal in the queue and, later, its outcome."""
+    """A proposal in the queue and, later, its outcome. `touched` is what others changed from its base to `seen`."""
 
-    __slots__ = ("done", "error", "landed", "proposal")
+    __slots__ = ("done", "error", "landed", "proposal", "seen", "touched")
 
-    def __init__(self, proposal: Proposal) -> None:
+    def __init__(self, proposal: Proposal, seen: int, touched: Mapping[bytes, int]) -> None:
         self.proposal = proposal
+        self.seen = seen
+        self.touched = touched
         self.done = False
         self.landed: Landed | None = None
         self.error: BaseException | None = None
@@ -125,6 +127,7 @@ class Branch:
         self._touched: OrderedDict[int, dict[bytes, int]] = OrderedDict()
         self._touched_paths = 0
         self._folder: threading.Thread | None = None
+        self.line = Line()
         self._looked_at = 0
 
     @property
@@ -207,8 +210,10 @@ class Branch:
         """Return the paths changed by the entries after < seq <= until, and how (TOUCHED left out)."""
         paths: dict[bytes, int] = {}
         with self._state_lock:
-            recent = [self._touched.get(seq) for seq in range(after + 1, until + 1)]
-        if None in recent:
+            held = after + 1 in self._touched or after >= until
+            seqs = range(after + 1, until + 1) if held else ()
+            recent = [self._touched.get(seq) for seq in seqs]
+        if None in recent or not held:
             recent = [_touched_by(entry) for entry in self.history(after, until)]
         for each in recent:
             paths.update(each or {})
@@ -237,7 +242,13 @@ class Branch:
 
         `Conflict` (without a rescue branch), `Unavailable` and `Unknown` as in log.py.
         """
-        mine = _Waiting(proposal)
+        seen = proposal.base_seq or 0
+        touched: Mapping[bytes, int] = {}
+        if proposal.base_seq is not None and not proposal.merged_uuid:
+            # Here and not in the group: after a long command this may read many entries, and others need not wait.
+            seen = max(seen, self.known().seq)
+            touched = self.touched(proposal.base_seq, seen)
+        mine = _Waiting(proposal, seen, touched)
         with self._queue_changed:
             self._queue.append(mine)
             self._queue_changed.notify_all()
@@ -374,7 +385,7 @@ class Branch:
             waiting.error = None
             try:
                 operations = self._lock_operations(proposal, working, now_ns)
-                result = self._rebase(proposal, working, state.seq, grouped)
+                result = self._rebase(waiting, working, state.seq, grouped, blobs)
             except FanoutError as error:
                 waiting.error = error
                 continue
@@ -418,21 +429,39 @@ class Branch:
             return (proposal.free,)
         return (Release(own),) if own else ()
 
-    def _rebase(self, proposal: Proposal, tree: State, tail: int, grouped: Mapping[bytes, int]) -> Rebased:
-        def compare(base: Node, node: Node) -> Edits:
-            blobs = {**tree.blob_bytes(), **proposal.seen_blobs, **proposal.blobs}
-            return find_edits(base, node, lambda refs: self._reader.read(refs, blobs))
+    def _rebase(
+        self, waiting: _Waiting, tree: State, tail: int, grouped: Mapping[bytes, int], blobs: dict[bytes, bytes]
+    ) -> Rebased:
+        """Fit one proposal onto a tree; `blobs` are those of the entry so far, and get what had to be packed anew."""
+        proposal = waiting.proposal
+        packer = Packer(self._store, self._disk_id, self._runtime, self._tuning)
+        known: dict[bytes, bytes] = {}
+        joined: dict[tuple[tuple[Ref, ...], ...], tuple[Ref, ...]] = {}
 
-        if proposal.merged_uuid:
+        def read(refs: tuple[Ref, ...]) -> bytes:
+            if not known:
+                known.update({**tree.blob_bytes(), **blobs, **proposal.seen_blobs, **proposal.blobs})
+            return self._reader.read(refs, known)
+
+        def join(base: Node, node: Node, now: Node) -> tuple[Ref, ...]:
+            key = base.data, node.data, now.data
+            if key not in joined:  # all names of a hard-linked file get the same
+                joined[key] = combine(base, node, now, read, packer.add, self._tuning.extent_bytes)
+            return joined[key]
+
+        merging = bool(proposal.merged_uuid)
+        touched: Mapping[bytes, int] = {}
+        if merging:
             touched = diverged(proposal.intents, tree)
-            return rebase(
-                proposal.intents, tree, touched, proposal.policy, identical_is_clean=True, compare=compare
-            )  # fmt: skip
-        touched = {}
-        if proposal.base_seq is not None:
-            touched = self.touched(proposal.base_seq, tail)
-            touched.update(grouped)
-        return rebase(proposal.intents, tree, touched, proposal.policy, compare=compare)
+        elif proposal.base_seq is not None:
+            touched = {**waiting.touched, **self.touched(waiting.seen, tail), **grouped}
+        try:
+            result = rebase(proposal.intents, tree, touched, proposal.policy, identical_is_clean=merging, combine=join)
+            blobs.update(packer.finish().blobs)
+        except BaseException:
+            packer.abandon()
+            raise
+        return result
 
     def _advance(self, entries: Sequence[Entry]) -> None:
         with self._state_lock:
@@ -447,6 +476,7 @@ class Branch:
             while len(self._touched) > _RECENT_ENTRIES or self._touched_paths > _RECENT_PATHS:
                 _, old = self._touched.popitem(last=False)
                 self._touched_paths -= len(old)
+        self.line.wake()
 
     # -- folding -------------------------------------------------------------------------------------------
 

@@ -16,9 +16,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from fanout.disk.edits import Edits
 from fanout.format.entry import ADDED, ATTRIBUTES, MODIFIED, TOUCHED, Effect, Put, Remove
-from fanout.format.extents import cut, size_of, splice
+from fanout.format.extents import size_of
 from fanout.format.tree import DIR, FILE, Node, Ref, directory, parents, same_content, same_node
 
 __all__ = ["Intent", "Policy", "Rebased", "Tree", "diverged", "intent_of", "rebase"]
@@ -95,14 +94,14 @@ def rebase(
     policy: Policy,
     *,
     identical_is_clean: bool = False,
-    compare: Callable[[Node, Node], Edits] = lambda base, node: Edits(),
+    combine: Callable[[Node, Node, Node], tuple[Ref, ...]] = lambda base, node, now: node.data,
 ) -> Rebased:
     """Fit `intents` onto `tree`. `touched` maps the paths others changed since the intents' base to how.
 
-    `identical_is_clean`: both sides having made the very same change is no conflict (merges, not execs). `compare`
-    says how a file's content was changed; it is asked only where two commits changed the same file.
+    `identical_is_clean`: both sides having made the very same change is no conflict (merges, not execs). `combine`
+    joins two changes of one file's content (what both saw, mine, what is there now); else mine, the later, wins.
     """
-    work = _Work(tree, touched, policy, identical_is_clean, compare)
+    work = _Work(tree, touched, policy, identical_is_clean, combine)
     strong = [i for i in intents if not i.weak]
     work.see(intents)
     removals = sorted((i for i in strong if i.node is None), key=lambda i: i.path, reverse=True)
@@ -127,14 +126,14 @@ class _Work:
         touched: Mapping[bytes, int],
         policy: Policy,
         identical_is_clean: bool,
-        compare: Callable[[Node, Node], Edits],
+        combine: Callable[[Node, Node, Node], tuple[Ref, ...]],
     ) -> None:
         self._tree = tree
         self._touched = touched
         self._policy = policy
         self._seen: dict[bytes, Node] = {}
         self._identical_is_clean = identical_is_clean
-        self._compare = compare
+        self._combine = combine
         self.effects: dict[bytes, Effect] = {}
         self.conflicts: set[bytes] = set()
 
@@ -209,19 +208,10 @@ class _Work:
             return msgspec.structs.replace(node, **kept)
         if same_content(base, node):
             return msgspec.structs.replace(now, **{f: getattr(node, f) for f in _ATTRIBUTES if f not in kept})
-        data = self._both_contents(base, node, now)
-        return msgspec.structs.replace(node, **kept, data=data, size=size_of(data))
-
-    def _both_contents(self, base: Node, node: Node, now: Node) -> tuple[Ref, ...]:
-        """Combine two changes of one file by byte range where mine was made in place; else mine, the later, wins."""
         if self._policy is not Policy.LAST_WINS or node.kind != FILE:
-            return node.data
-        edits = self._compare(base, node)
-        if edits.appended:
-            return now.data + cut(node.data, base.size, node.size)
-        if edits.ranges:
-            return splice(now.data, node.data, edits.ranges)
-        return node.data
+            return msgspec.structs.replace(node, **kept)
+        data = self._combine(base, node, now)
+        return msgspec.structs.replace(node, **kept, data=data, size=size_of(data))
 
     def _may_change(self, intent: Intent, now: Node | None) -> bool:
         """Apply the policy to one path; records the conflict."""
