@@ -1,1 +1,1 @@
-"""Benchmarks: each workload beside its peers in the same run. `python -m benchmarks NAME`; README.md says how to read them."""
+"""Benchmarks: each workload beside its peers in the same run. README.md says how to run, read and repeat them."""

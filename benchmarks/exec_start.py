@@ -24,7 +24,7 @@ _CONTAINER_ROUNDS = {"full": 20, "quick": 5, "smallest": 1}
 
 async def run(report: Report, size: Size, place: Path) -> None:
     async with trees.connected(place) as fo:
-        disk = await trees.filled(fo, place, _FILES[size], 400)
+        disk = await trees.filled(fo, _FILES[size], 400)
         timings: list[Timing] = []
 
         async def ours() -> float:

@@ -14,11 +14,12 @@ import subprocess
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO, Any
 
 from benchmarks.harness import Skip
-from fanout.engine.bubblewrap import find_bwrap
+from fanout.engine.bubblewrap import CAPABILITIES, find_bwrap
 
-__all__ = ["Containers", "RawBwrap", "aws", "rclone", "s3_environment", "tar_zstd"]
+__all__ = ["Containers", "RawBwrap", "aws", "finish", "need", "rclone", "s3_environment", "tar_zstd"]
 
 _SYSTEM = ("usr", "bin", "sbin", "lib", "lib32", "lib64", "libx32")
 _IMAGE = "localhost/fanout-bench:latest"
@@ -28,8 +29,9 @@ _HELD = ("/bin/bash", "/bin/true")
 class RawBwrap:
     """bwrap by hand: what it takes to run a command over a private overlay of `lower`, isolated as fanout's execs are.
 
-    The same namespaces, the same system directories read-only, fresh /proc, /dev, /tmp and /root. Each call makes its
-    own upper and work directories below `place`, as any caller has to; nobody removes them or reads them.
+    The same namespaces and capabilities, the same system directories read-only, fresh /proc, /dev, /tmp and /root, a
+    root that cannot be written. Each call makes its own upper and work directories below `place`, as any caller has
+    to; nobody removes them or reads them.
     """
 
     def __init__(self, lower: Path, place: Path) -> None:
@@ -38,20 +40,36 @@ class RawBwrap:
         self._numbers = itertools.count()
         place.mkdir(parents=True, exist_ok=True)
         words = [
-            find_bwrap(), "--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts",
-            "--unshare-cgroup-try", "--die-with-parent", "--new-session", "--hostname", "raw", "--uid", "0", "--gid",
-            "0", "--clearenv", "--setenv", "PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-        ]  # fmt: skip
+            find_bwrap(),
+            *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"),
+            *("--unshare-cgroup-try", "--die-with-parent", "--new-session", "--hostname", "raw"),
+            *("--uid", "0", "--gid", "0", "--cap-drop", "ALL"),
+            *(word for name in CAPABILITIES for word in ("--cap-add", name)),
+            *("--clearenv", "--setenv", "PATH", "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"),
+        ]
+        if os.access("/proc/sys/user/max_user_namespaces", os.W_OK):
+            words.append("--disable-userns")
         for name in _SYSTEM:
             path = Path("/", name)
             if path.is_symlink():
                 words += ["--symlink", os.readlink(path), f"/{name}"]
             elif path.is_dir():
                 words += ["--ro-bind", f"/{name}", f"/{name}"]
-        words += ["--ro-bind", "/etc", "/etc", "--proc", "/proc", "--dev", "/dev"]
+        words += [
+            "--ro-bind",
+            "/etc",
+            "/etc",
+            "--proc",
+            "/proc",
+            "--ro-bind",
+            "/proc/sys",
+            "/proc/sys",
+            "--dev",
+            "/dev",
+        ]
         for name in ("/dev/shm", "/tmp", "/root"):
-            words += ["--tmpfs", name]
-        self._words = words
+            words += ["--size", str(4 << 30), "--tmpfs", name]
+        self._words = [*words, "--remount-ro", "/dev"]
 
     def start(self, command: str) -> subprocess.Popen[bytes]:
         """Start one command at /mnt/work; both outputs are pipes."""
@@ -62,7 +80,7 @@ class RawBwrap:
         return subprocess.Popen(
             [
                 *self._words, "--overlay-src", str(self._lower), "--overlay", str(upper), str(work), "/mnt/work",
-                "--chdir", "/mnt/work", "--", "/bin/bash", "-c", command,
+                "--remount-ro", "/", "--chdir", "/mnt/work", "--", "/bin/bash", "-c", command,
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -135,8 +153,8 @@ def _tiny_system() -> bytes:
 
 def tar_zstd(tree: Path, target: Path) -> None:
     """Pack a tree into one file with `tar | zstd -1`, on all cores."""
-    _need("tar")
-    _need("zstd")
+    need("tar")
+    need("zstd")
     target.unlink(missing_ok=True)
     tar = subprocess.Popen(["tar", "-C", str(tree), "-cf", "-", "."], stdout=subprocess.PIPE)
     _check(["zstd", "-1", "-T0", "-q", "-o", str(target)], stdin=tar.stdout, timeout=600)
@@ -164,19 +182,20 @@ def s3_environment(endpoint: str) -> dict[str, str]:
 
 def rclone(tree: Path, target: str, environment: Mapping[str, str]) -> None:
     """Copy a tree to `bucket/prefix` with rclone, sixteen files at a time and without looking for what is there."""
-    _need("rclone")
+    need("rclone")
     words = ["rclone", "copy", "--transfers", "16", "--checkers", "16", "--no-traverse", "--s3-no-check-bucket"]
     _check([*words, str(tree), f":s3:{target}"], environment, timeout=600)
 
 
 def aws(tree: Path, target: str, environment: Mapping[str, str]) -> None:
     """Copy a tree to `bucket/prefix` with the AWS CLI."""
-    _need("aws")
+    need("aws")
     words = ["aws", "s3", "cp", "--recursive", "--only-show-errors"]
     _check([*words, str(tree), f"s3://{target}"], environment, timeout=600)
 
 
-def _need(program: str) -> None:
+def need(program: str) -> None:
+    """Raise `Skip` where a program is not installed."""
     if shutil.which(program) is None:
         raise Skip(f"{program} is not installed")
 
@@ -185,12 +204,14 @@ def _check(
     words: Sequence[str],
     environment: Mapping[str, str] | None = None,
     *,
-    stdin: bytes | io.IOBase | object = None,
+    stdin: bytes | IO[bytes] | None = None,
     timeout: float,
 ) -> None:
     """Run a program; RuntimeError says what it said last where it fails."""
-    given = {"input": stdin} if isinstance(stdin, bytes) else {"stdin": stdin or subprocess.DEVNULL}
-    done = subprocess.run(words, env=environment, capture_output=True, timeout=timeout, check=False, **given)  # type: ignore[call-overload]
+    given: Any = {"input": stdin} if isinstance(stdin, bytes) else {"stdin": stdin or subprocess.DEVNULL}
+    done: subprocess.CompletedProcess[bytes] = subprocess.run(
+        words, env=environment, capture_output=True, timeout=timeout, check=False, **given
+    )
     if done.returncode != 0:
         said = (done.stderr or done.stdout).decode(errors="replace").strip() or f"exit code {done.returncode}"
         raise RuntimeError(said)

@@ -5,18 +5,25 @@ Owns their shape: names, sizes and contents that look like a source tree's. Made
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
+
 import fanout
+from fanout.disk.merge import Intent, Policy
+from fanout.format.tree import FILE, Node, directory
+from fanout.local import LocalDisk
 
 __all__ = ["base_of", "connected", "filled", "make_tree", "remove", "words"]
 
 _FILES_PER_DIRECTORY = 100
+_MTIME_NS = 1_700_000_000 * 10**9
 _WORDS = (
     *("return", "import", "self", "value", "const", "function", "if", "else", "for", "in", "class", "def", "async"),
     *("await", "None", "True", "error", "result", "path", "name", "index", "length", "string", "number", "object"),
@@ -40,14 +47,13 @@ def words(size: int, seed: int) -> bytes:
 
 def make_tree(top: Path, files: int, size: int) -> Path:
     """Write `files` text files of about `size` bytes below `top`, 100 in a directory; returns `top`."""
-    blocks = [words(size, seed) for seed in range(16)]
-    for number in range(files):
-        directory = top / f"d{number // _FILES_PER_DIRECTORY:04}"
-        if number % _FILES_PER_DIRECTORY == 0:
-            directory.mkdir(parents=True)
-        head = b"# file %d\n" % number
-        block = blocks[number % len(blocks)]
-        (directory / f"f{number:06}.txt").write_bytes((head + block)[:size])
+    top.mkdir(parents=True)
+    for path, data in _contents(files, size):
+        place = top / os.fsdecode(path)
+        if data is None:
+            place.mkdir()
+        else:
+            place.write_bytes(data)
     return top
 
 
@@ -64,16 +70,40 @@ async def connected(place: Path, **settings: Any) -> AsyncIterator[fanout.Fanout
         yield fo
 
 
-async def filled(fo: fanout.Fanout, place: Path, files: int, size: int, name: str = "ws") -> fanout.Disk:
-    """Make a disk that holds a tree of `files` files.
+async def filled(fo: fanout.Fanout, files: int, size: int, name: str = "ws") -> fanout.Disk:
+    """Make a disk that holds what `make_tree` would write, in one commit.
 
-    The tree itself stays in `place` to the end: ext4 gives no inode away again for a minute or more after it was
-    freed, and looking past thousands of such costs whatever makes a file next, ourselves and our peers.
+    Without writing the tree first: ext4 gives no inode away again for minutes after it was freed, and looking past
+    thousands of such costs whatever makes a file next, ourselves and our peers.
     """
     disk = await fo.disks.create(name)
     if files:
-        await disk.upload(make_tree(place / f"tree-{name}", files, size), "/")
+        assert isinstance(disk, LocalDisk)
+        await anyio.to_thread.run_sync(_fill, disk, files, size)
     return disk
+
+
+def _fill(disk: LocalDisk, files: int, size: int) -> None:
+    packer = disk.core.packer()
+    intents = []
+    for path, data in _contents(files, size):
+        if data is None:
+            intents.append(Intent(path, None, directory(0o755, _MTIME_NS)))
+        else:
+            node = Node(FILE, 0o644, _MTIME_NS, len(data), (packer.add(data, text=True),))
+            intents.append(Intent(path, None, node))
+    packed = packer.finish()
+    disk.core.apply(disk.point, intents, policy=Policy.LAST_WINS, blobs=dict(packed.blobs), message="a tree")
+
+
+def _contents(files: int, size: int) -> Iterator[tuple[bytes, bytes | None]]:
+    """Yield (path, bytes) for files and (path, None) for directories, parents first."""
+    blocks = [words(size, seed) for seed in range(16)]
+    for number in range(files):
+        parent = b"d%04d" % (number // _FILES_PER_DIRECTORY)
+        if number % _FILES_PER_DIRECTORY == 0:
+            yield parent, None
+        yield parent + b"/f%06d.txt" % number, (b"# file %d\n" % number + blocks[number % len(blocks)])[:size]
 
 
 def base_of(place: Path) -> Path:
