@@ -27,9 +27,9 @@ def spans(record: BranchRecord, until: int | None) -> Iterator[tuple[str, int, i
         low = 0 if oldest else record.lineage[place][1]
         if until is not None:
             high = until if high is None else min(high, until)
+        until = high
         if high is not None and high <= low and not oldest:
             continue  # the point is older than this branch
-        until = high
         yield uuid, low, high
 
 

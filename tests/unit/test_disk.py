@@ -13,7 +13,7 @@ from fanout.disk.disk import Disk, Point
 from fanout.disk.merge import Intent, Policy
 from fanout.errors import Conflict, Denied, Exists, FanoutError, Invalid, NotFound, Unavailable
 from fanout.format import layout
-from fanout.format.tree import FILE, Node
+from fanout.format.tree import Node
 from fanout.store.base import Store
 from fanout.store.memory import MemoryStore
 from fanout.store.wrap import Fault, Faulty
@@ -286,27 +286,41 @@ def test_doing_nothing_is_decided_at_the_tail(disk: Disk, store: Store) -> None:
     assert disk.branch().refresh().get(b"d") is not None
 
 
-def test_a_group_that_did_not_land_reports_no_conflict_with_itself() -> None:
-    store = MemoryStore()
-    disk = new_disk(store, tuning=UNFOLDED.model_copy(update={"group_gap_s": 2.0, "group_wait_s": 2.0}))
-    put(disk, "f", b"0")
-    broken = Faulty(store, Fault("unavailable", "create", times=100))
-    disk = cold(disk, broken)
+GROUPING = UNFOLDED.model_copy(update={"group_gap_s": 2.0, "group_wait_s": 2.0})
+
+
+def together(disk: Disk, count: int) -> list[FanoutError | int | None]:
+    """Commit to one path `count` times at once, as one group; returns what each was told."""
     base = disk.branch().refresh()
 
-    def commit(n: int) -> FanoutError:
-        node = Node(FILE, 0o644, n)
+    def commit(n: int) -> FanoutError | int | None:
+        node, blobs = file_node(disk, b"%d" % n, mtime_ns=n)
+        intents = [Intent(b"f", base.get(b"f"), node), Intent(b"d/%d" % n, None, node)]
         with disk.branch().writing(disk.runtime.monotonic()):
             try:
-                intent = Intent(b"f", base.get(b"f"), node)
-                disk.branch().commit(Proposal([intent], Policy.FIRST_WINS, base.seq, age_s=1.0))
+                return disk.branch().commit(Proposal(intents, Policy.FIRST_WINS, base.seq, blobs, age_s=1.0)).seq
             except FanoutError as error:
                 return error
-        raise AssertionError("it landed")
 
-    with ThreadPoolExecutor(4) as pool:
-        errors = list(pool.map(commit, range(4)))
-    assert {type(error) for error in errors} == {Unavailable}
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(commit, range(count)))
+
+
+def test_in_a_group_too_the_first_wins(store: Store) -> None:
+    disk = new_disk(store, tuning=GROUPING)
+    put(disk, "f", b"0")
+    told = together(disk, 4)
+    assert [type(each) for each in told].count(Conflict) == 3
+    (won,) = [n for n, each in enumerate(told) if each == 2]
+    assert contents(disk, cold(disk, store).branch().refresh()) == {b"f": b"%d" % won, b"d/%d" % won: b"%d" % won}
+
+
+def test_a_group_that_did_not_land_reports_no_conflict_with_itself(store: Store) -> None:
+    disk = new_disk(store, tuning=GROUPING)
+    put(disk, "f", b"0")
+    broken = Faulty(store, Fault("unavailable", "create", times=100))
+    told = together(cold(disk, broken), 4)
+    assert {type(each) for each in told} == {Unavailable}
 
 
 def test_a_bug_in_one_group_does_not_stop_the_branch(disk: Disk) -> None:
