@@ -292,11 +292,13 @@ GROUPING = UNFOLDED.model_copy(update={"group_gap_s": 2.0, "group_wait_s": 2.0})
 def together(disk: Disk, count: int) -> list[FanoutError | int | None]:
     """Commit to one path `count` times at once, as one group; returns what each was told."""
     base = disk.branch().refresh()
+    announced = threading.Barrier(count)
 
     def commit(n: int) -> FanoutError | int | None:
         node, blobs = file_node(disk, b"%d" % n, mtime_ns=n)
         intents = [Intent(b"f", base.get(b"f"), node), Intent(b"d/%d" % n, None, node)]
         with disk.branch().writing(disk.runtime.monotonic()):
+            announced.wait()
             try:
                 return disk.branch().commit(Proposal(intents, Policy.FIRST_WINS, base.seq, blobs, age_s=1.0)).seq
             except FanoutError as error:
@@ -311,6 +313,7 @@ def test_in_a_group_too_the_first_wins(store: Store) -> None:
     put(disk, "f", b"0")
     told = together(disk, 4)
     assert [type(each) for each in told].count(Conflict) == 3
+    assert len(list(store.list(layout.log_prefix(disk.id, disk.branch().uuid)))) == 2
     (won,) = [n for n, each in enumerate(told) if each == 2]
     assert contents(disk, cold(disk, store).branch().refresh()) == {b"f": b"%d" % won, b"d/%d" % won: b"%d" % won}
 
