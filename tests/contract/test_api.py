@@ -443,10 +443,10 @@ async def test_merge(disk: Disk) -> None:
     commit = await disk.merge("theirs", on_conflict="ours")
     assert {change.path for change in commit.changes} == {"g"}
     assert await disk.get_object("f") == b"ours"
-    await branch.put_object("f", b"theirs again")
-    await disk.put_object("f", b"ours again")
+    await branch.put_object("f", b"THEIR OTHER VERSION")
+    await disk.put_object("f", b"our own")
     await disk.merge(branch, on_conflict="theirs")
-    assert await disk.get_object("f") == b"theirs again"
+    assert await disk.get_object("f") == b"THEIR OTHER VERSION"
     with pytest.raises(Invalid, match="on_conflict"):
         await disk.merge(branch, on_conflict="mine")  # type: ignore[arg-type]
     with pytest.raises(NotFound):
