@@ -11,11 +11,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fanout.disk.branch import Branch, Proposal
 from fanout.disk.disk import Disk, Point
+from fanout.disk.edits import combine
 from fanout.disk.merge import Intent, Policy, rebase
 from fanout.disk.state import State
 from fanout.errors import Conflict, Exists, Invalid, NotFound
 from fanout.format.entry import Entry, Put
-from fanout.format.tree import DIR, FILE, SYMLINK, Node, directory, parents, same_node
+from fanout.format.tree import DIR, FILE, SYMLINK, Node, Ref, directory, parents, same_node
 from fanout.store.base import Store
 from fanout.store.memory import MemoryStore
 from tests.support.disks import TINY, check_refs, check_tree, cold, contents, file_node, fixed, new_disk
@@ -174,7 +175,14 @@ class DiskMachine(RuleBasedStateMachine):
         self.turn(name)
         before, tree = self.models[name], self.trees[name]
         touched = {path: 0 for each in self.touches[name][writer.turn :] for path in each}
-        wanted = rebase(intents, DictTree(tree), touched, policy)
+        known = {**self.disk.branch(name).known().blob_bytes(), **writer.state.blob_bytes(), **blobs}
+
+        def join(base: Node, node: Node, now: Node) -> tuple[Ref, ...]:
+            return combine(
+                base, node, now, lambda refs: self.disk.reader.read(refs, known), writer.disk.packer().add, 16
+            )
+
+        wanted = rebase(intents, DictTree(tree), touched, policy, combine=join)
         clashed: tuple[bytes, ...]
         try:
             landed = writer.branch.commit(proposal)
