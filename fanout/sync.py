@@ -6,6 +6,7 @@ connection. Every method takes, returns and raises what its async twin in api.py
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
@@ -46,11 +47,21 @@ class _Bridge:
     def call(self, function: Callable[[], Coroutine[Any, Any, T]]) -> T:
         if self._portal is None:
             raise Unavailable("this connection is not open: use `with fanout.sync.connect(...) as fo`")
-        future: Future[T] = self._portal.start_task_soon(function)
+        over = threading.Event()
+
+        async def run() -> T:
+            try:
+                return await function()
+            finally:
+                over.set()
+
+        future: Future[T] = self._portal.start_task_soon(run)
         try:
             return future.result()
         except BaseException:
-            future.cancel()  # this thread was interrupted: what it waited for is not to go on without it
+            # Perhaps this thread was interrupted: what it waited for is not to go on without it.
+            if future.cancel():
+                over.wait()
             raise
 
     def each(self, make: Callable[[], AsyncIterator[T]]) -> Iterator[T]:

@@ -13,7 +13,7 @@ import pytest
 
 import fanout
 from fanout.api import Disk, Fanout
-from fanout.errors import CommandFailed, Conflict, Invalid, Unavailable
+from fanout.errors import Busy, CommandFailed, Conflict, Invalid, Unavailable
 from fanout.model import Finished, Output, Run, Started
 from fanout.store.memory import MemoryStore
 from tests.support.connections import alive, connected, until
@@ -281,6 +281,34 @@ async def test_a_deleted_disk_cannot_be_mounted(fo: Fanout) -> None:
     await fo.disks.delete(gone.name)
     with pytest.raises(fanout.NotFound):
         await fo.exec("echo > f", disks={"w": gone})
+
+
+# -- checkouts -------------------------------------------------------------------------------------------------------
+
+
+async def test_a_checkout_keeps_others_out_and_is_gone_with_its_exec(fo: Fanout, disk: Disk) -> None:
+    await disk.put_object("src/f", b"")
+    word = f"LOCK_{uuid.uuid4().hex}"
+    async with anyio.create_task_group() as group:
+        holder = disk.mount(checkout=["src/"])
+        group.start_soon(lambda: fo.exec("echo x > src/f; sleep 300", disks={"w": holder}, env={word: "1"}))
+        await until(lambda: alive(word))
+        assert [lock.paths for lock in await disk.locks()] == [("/src",)]
+        with pytest.raises(Busy, match="queue_ms"):
+            await fo.exec("true", disks={"w": disk.mount(checkout=["src/f"], queue_ms=50)})
+        written = await fo.exec("echo y > src/f; echo y > other", disks={"w": disk.mount(conditional=True)})
+        assert written.conflict is not None
+        assert written.conflict.paths == ("src/f",)
+        beside = await fo.exec("echo y > other", disks={"w": disk})
+        assert beside.conflict is None
+        group.cancel_scope.cancel()
+    assert await disk.locks() == []
+    assert not alive(word)
+    assert await disk.get_object("src/f") == b""
+    run = await fo.exec("echo z > src/f", disks={"w": disk.mount(checkout=["src"], queue_ms=1000)})
+    assert run.commits["w"].seq is not None
+    assert run.timing.lock_ms > 0
+    assert await disk.locks() == []
 
 
 # -- streams, maps, keys ---------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import signal
 import subprocess
@@ -293,24 +294,49 @@ def test_blocking_that_is_not_open(tmp_path: Path) -> None:
 
 INTERRUPTED = """
 import sys, fanout.sync
-with fanout.sync.connect(store="memory://", cache_dir=sys.argv[1]) as fo:
+how, cache_dir, word = sys.argv[1:]
+with fanout.sync.connect(store="memory://", cache_dir=cache_dir, max_in_flight=1) as fo:
     try:
         print("ready", flush=True)
-        fo.exec("sleep 300", env={sys.argv[2]: "1"})
+        if how == "exec":
+            fo.exec("sleep 300", env={word: "1"})
+        else:
+            list(fo.stream("sleep 300", env={word: "1"}))
     except KeyboardInterrupt:
         print("interrupted", fo.exec("echo free").stdout.strip())
 """
 
 
-def test_blocking_call_interrupted_from_the_keyboard(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["exec", "stream"])
+def test_blocking_call_interrupted_from_the_keyboard(how: str, tmp_path: Path) -> None:
     word = f"CTRLC_{uuid.uuid4().hex}"
     child = subprocess.Popen(
-        [sys.executable, "-c", INTERRUPTED, str(tmp_path), word], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", INTERRUPTED, how, str(tmp_path), word],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert child.stdout is not None
     assert child.stdout.readline() == "ready\n"
     anyio.run(until, lambda: alive(f"{word}=1\0"))
     child.send_signal(signal.SIGINT)
-    out, _ = child.communicate(timeout=60)
-    assert (out, child.returncode) == ("interrupted free\n", 0)
+    out, err = child.communicate(timeout=60)
+    assert (out, err, child.returncode) == ("interrupted free\n", "", 0)
     assert not alive(f"{word}=1\0")
+
+
+def test_the_blocking_twin_has_every_method_with_the_same_arguments() -> None:
+    for twin, original in (
+        (fanout.sync.Disk, fanout.Disk),
+        (fanout.sync.Disks, fanout.Disks),
+        (fanout.sync.Fanout, fanout.Fanout),
+    ):
+        for name, method in vars(original).items():
+            if name.startswith("_") or not callable(method):
+                continue
+            name = {"aclose": "close"}.get(name, name)
+            ours = inspect.signature(getattr(twin, name))
+            assert list(ours.parameters) == list(inspect.signature(method).parameters), name
+            assert [p.default for p in ours.parameters.values()] == [
+                p.default for p in inspect.signature(method).parameters.values()
+            ], name
