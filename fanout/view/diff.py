@@ -327,7 +327,7 @@ class _Diff:
 
     def _put_single(self, file: _File, content: Content) -> None:
         base = file.local.base
-        node = self._file_node(base, content, file)
+        node = self._file_node(self._root_fd, base, content, file)
         if not same_node(base, node):
             self._put(file.path, base, msgspec.structs.replace(node, link=b"") if node.link else node)
 
@@ -338,13 +338,15 @@ class _Diff:
         indexed = nameless or first.local.found.st_nlink > len(names)
         if indexed:
             bases.update(self._aliases(root_fd, first, bases))
-        nodes = {path: self._file_node(base, content, first) for path, base in bases.items()}
-        if any(not same_node(base, nodes[path]) for path, base in bases.items()):
-            link = self._link_id(bases, indexed)
-            for path, node in nodes.items():
-                self._put(path, bases[path], msgspec.structs.replace(node, link=link))
+        # One file is one node, best told from what the tree had under one of its names.
+        known = next((base for base in bases.values() if base is not None and base.kind == FILE), None)
+        node = self._file_node(root_fd, known, content, first)
+        if any(not same_node(base, node) for base in bases.values()):
+            node = msgspec.structs.replace(node, link=self._link_id(bases, indexed))
+            for path, base in bases.items():
+                self._put(path, base, node)
 
-    def _file_node(self, base: Node | None, content: Content, file: _File) -> Node:
+    def _file_node(self, root_fd: int, base: Node | None, content: Content, file: _File) -> Node:
         found = file.local.found
         same = base if base is not None and base.kind == FILE else None
         data, size = content.data, content.size
@@ -354,7 +356,7 @@ class _Diff:
                 data, size = origin.data, origin.size
         elif same is not None and same.size == size and same.data != data and _has_parts(same):
             blobs = self._state.blob_bytes()
-            if same_bytes(self._reader, blobs, same, self._root_fd, file.local):
+            if same_bytes(self._reader, blobs, same, root_fd, file.local):
                 data = same.data
         return Node(
             FILE, stat.S_IMODE(found.st_mode), found.st_mtime_ns, size, data,

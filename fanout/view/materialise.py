@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from fanout.disk.data import Reader, Slice
 from fanout.errors import Corrupt, FanoutError, Limit, Unavailable
-from fanout.format.tree import DIR, FILE, HOLE, SYMLINK, Node, Ref
+from fanout.format.tree import DIR, FILE, HOLE, SYMLINK, Node, Ref, content_hash
 from fanout.view.local import Directories, remove_tree, shown
 
 __all__ = ["Written", "host_error", "materialise"]
@@ -113,7 +113,7 @@ class _Build:
         self._local = threading.local()
         self._opened: list[Directories] = [self._mine]
         self._directories: dict[bytes, Node | None] = {b"": None}
-        self._links: dict[Node, bytes] = {}
+        self._links: dict[tuple[object, ...], bytes] = {}
         self._aliases: list[tuple[bytes, bytes]] = []
         self._large: list[tuple[bytes, Node]] = []
         self._frames: dict[tuple[bytes, int], list[_Piece]] = {}
@@ -184,7 +184,9 @@ class _Build:
 
     def _add_file(self, path: bytes, node: Node) -> None:
         if node.link:
-            first = self._links.setdefault(node, path)
+            # Names that say they are one file but hold something else (a merge can part them) stay apart.
+            same = (node.link, content_hash(node), node.size, node.mode, node.mtime_ns, node.xattrs)
+            first = self._links.setdefault(same, path)
             if first is not path:
                 self._aliases.append((path, first))
                 return

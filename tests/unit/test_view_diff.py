@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from fanout.format.tree import DIR, FILE, HOLE, SYMLINK, Node
+from fanout.disk.merge import Intent
+from fanout.format.tree import DIR, FILE, HOLE, SYMLINK, Node, Ref
 from fanout.runtime import seeded
 from fanout.view.diff import Found, diff_upper
 from fanout.view.local import remove_tree
@@ -319,3 +320,19 @@ def test_modes(layer: Layer, mode: int) -> None:
         node = changes[name]
         assert node is not None
         assert node.mode == mode
+
+
+def test_a_new_name_of_a_sparse_file_is_the_same_file(layer: Layer) -> None:
+    packer = layer.space.packer()
+    data = bytes(200_000) + b"end"
+    refs = tuple(packer.add(data[at : at + 70_000], False) for at in range(0, len(data), 70_000))
+    node = Node(FILE, 0o644, OLD, len(data), (Ref(HOLE, 0, 0, 0, b""), *refs))
+    layer.space.commit([Intent(b"s", None, node)], packer)
+    with open(layer.upper / "s", "wb") as file:
+        file.seek(200_000)
+        file.write(b"end")
+    os.utime(layer.upper / "s", ns=(OLD, OLD))
+    os.link(layer.upper / "s", layer.upper / "t")
+    changes = layer.changes()
+    assert changes.keys() == {b"s", b"t"}
+    assert changes[b"s"] == changes[b"t"]
