@@ -40,6 +40,10 @@ class Tuning(BaseModel):
     group_gap_s: float = Field(0.025, ge=0)
     group_wait_s: float = Field(0.5, ge=0)
     page_cache_entries: int = Field(64 << 10, ge=1)
+    #: What garbage collection counts on (docs/GC.md): a handle looks anew after `stale_s`, and what is stored and not
+    #: referred to within `unreferenced_s` never will be.
+    stale_s: float = Field(900.0, gt=0)
+    unreferenced_s: float = Field(12 * 3600.0, gt=0)
 
 
 def _default_store() -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,14 +16,17 @@ from fanout.config import Tuning
 from fanout.disk.checkout import Line, Taken, locked_paths, overlapping
 from fanout.disk.data import Packer, Reader
 from fanout.disk.edits import combine
+from fanout.disk.effects import carried, packs_of, text, touched_by, touched_by_effects
 from fanout.disk.fold import fold
+from fanout.disk.fresh import PackAges
 from fanout.disk.load import load_state, newest_snap, spans
 from fanout.disk.log import Log
 from fanout.disk.merge import Intent, Policy, Rebased, diverged, rebase
 from fanout.disk.paths import shown
 from fanout.disk.state import Pages, State
-from fanout.errors import Conflict, FanoutError, LeaseLost, NotFound, Unknown
-from fanout.format.entry import DELETED, TOUCHED, BranchRecord, Commit, Effect, Entry, Put
+from fanout.disk.trim import Trimmed, fence
+from fanout.errors import Conflict, FanoutError, LeaseLost, NotFound, Unavailable, Unknown
+from fanout.format.entry import BranchRecord, Commit, Effect, Entry, Put
 from fanout.format.lock import Acquire, LockOp, Release, locks_after
 from fanout.format.tree import Node, Ref, Snap
 from fanout.runtime import Runtime
@@ -36,6 +39,8 @@ _RECENT_ENTRIES = 4096
 _RECENT_PATHS = 1 << 18
 #: How many earlier trees (of checkpoints, mostly) a branch keeps open.
 _PAST_STATES = 8
+#: How often a commit starts again because its process was frozen for so long that the log was trimmed under it.
+_TRIMMED_UNDER_US = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,7 @@ class Branch:
         tuning: Tuning,
         reader: Reader,
         state: State | None = None,
+        ages: PackAges | None = None,
     ) -> None:
         self.name = name
         self.record = record
@@ -129,6 +135,8 @@ class Branch:
         self._folder: threading.Thread | None = None
         self.line = Line()
         self._looked_at = 0
+        self._ages = ages
+        self._listed_s = runtime.uptime()
 
     @property
     def uuid(self) -> str:
@@ -154,16 +162,47 @@ class Branch:
             mine = self._refresh_started
             state = self._state
             if state is None:
+                self._listed_s = self._runtime.uptime()
                 fresh = load_state(self._store, self._disk_id, self.record, self._pages, self._runtime)
                 with self._state_lock:
                     self._state = self._state or fresh
             else:
-                self._advance(list(self.log.after(state.seq)))
+                if self.stale:
+                    self.relist()
+                self._advance(list(self.log.after(self.known().seq)))
+                if self.stale:  # frozen just here: what was absent may have been trimmed
+                    self.relist()
+                    self._advance(list(self.log.after(self.known().seq)))
                 if self._state is not state:
                     self._adopt_if_far(self.known())
             self._refresh_done = mine
             assert self._state is not None
             return self._state
+
+    @property
+    def stale(self) -> bool:
+        """Whether what is known of the log is too old to be believed without `relist`: docs/GC.md says why."""
+        return self._runtime.uptime() - self._listed_s > self._tuning.stale_s
+
+    def relist(self) -> int:
+        """Look where the log is trimmed and rest on the newest snap; returns the boundary. Two listings.
+
+        A tree from below the boundary is loaded anew: the entry after it is gone, which makes it no tail.
+        """
+        listed_s = self._runtime.uptime()
+        boundary = fence(self._store, self._disk_id, self.uuid)
+        state = self.known()
+        if state.seq < boundary:
+            fresh = load_state(self._store, self._disk_id, self.record, self._pages, self._runtime)
+            with self._state_lock:
+                self._state = max(fresh, self._state or fresh, key=lambda tree: tree.seq)
+                self._touched.clear()
+                self._touched_paths = 0
+                self._past.clear()
+        else:
+            self._adopt(state)
+        self._listed_s = listed_s
+        return boundary
 
     def at(self, seq: int) -> State:
         """Return the tree as it was right after entry `seq`; `NotFound` for one that is not there (yet)."""
@@ -214,7 +253,7 @@ class Branch:
             seqs = range(after + 1, until + 1) if held else ()
             recent = [self._touched.get(seq) for seq in seqs]
         if None in recent or not held:
-            recent = [_touched_by(entry) for entry in self.history(after, until)]
+            recent = [touched_by(entry) for entry in self.history(after, until)]
         for each in recent:
             paths.update(each or {})
         return paths
@@ -344,18 +383,19 @@ class Branch:
 
     def _commit_group(self, batch: list[_Waiting]) -> None:
         try:
-            state = self.known()
             landed: list[tuple[_Waiting, Landed]] = []
 
             def build(seq: int, write_id: bytes) -> Entry | None:
                 landed.clear()
                 return self._build(batch, seq, write_id, landed)
 
-            entry = self.log.append(state.seq, build, self._advance)
+            entry = self._append(build)
             was_due = self._fold_due(self.known())
             if entry is not None:
                 self._advance([entry])
             for waiting, outcome in landed:
+                if self._ages is not None:
+                    self._ages.forget(packs_of(outcome.effects))
                 waiting.landed = outcome
                 waiting.error = None
             if entry is not None:
@@ -368,6 +408,22 @@ class Branch:
                     waiting.error = failure
             if failure is not error:
                 raise
+
+    def _append(self, build: Callable[[int, bytes], Entry | None]) -> Entry | None:
+        """Append to the log as it is now: an entry that took the place of a trimmed one is none, and goes again."""
+        for _ in range(_TRIMMED_UNDER_US):
+            if self.stale:
+                self.relist()
+            state = self.known()
+            try:
+                entry = self.log.append(state.seq, build, self._advance)
+            except Trimmed:
+                if not self.stale:
+                    raise
+                continue
+            if not self.stale or self.relist() < (state.seq + 1 if entry is None else entry.seq):
+                return entry
+        raise Unavailable(f"branch {self.name!r} is trimmed faster than this process can follow; nothing was written")
 
     def _build(
         self, batch: list[_Waiting], seq: int, write_id: bytes, landed: list[tuple[_Waiting, Landed]]
@@ -386,6 +442,8 @@ class Branch:
             try:
                 operations = self._lock_operations(proposal, working, now_ns)
                 result = self._rebase(waiting, working, state.seq, grouped, blobs)
+                if self._ages is not None:
+                    self._ages.check(packs_of(result.effects))
             except FanoutError as error:
                 waiting.error = error
                 continue
@@ -397,18 +455,18 @@ class Branch:
                 continue
             base_seq = state.seq if proposal.base_seq is None else proposal.base_seq
             commit = Commit(
-                now_ns, _text(proposal.author), _text(proposal.message), proposal.exec_id, base_seq, result.effects,
+                now_ns, text(proposal.author), text(proposal.message), proposal.exec_id, base_seq, result.effects,
                 proposal.merged_uuid, proposal.merged_seq, operations,
             )  # fmt: skip
             commits.append(commit)
-            blobs.update(_carried(result.effects, proposal.blobs, proposal.seen_blobs, state.blob_bytes()))
+            blobs.update(carried(result.effects, proposal.blobs, proposal.seen_blobs, state.blob_bytes()))
             landed.append((waiting, Landed(seq, result.effects, now_ns)))
             if len(batch) > 1:
                 for effect in result.effects:
                     changes[effect.path] = (seq, effect.node if isinstance(effect, Put) else None)
                 locks = locks_after(working.locks, operations, seq)
                 working = State(state.pages, state.snap, state.seq, changes, state.blobs, state.merges, locks)
-                grouped.update(_touched_by_effects(result.effects))
+                grouped.update(touched_by_effects(result.effects))
         return Entry(write_id, seq, now_ns, tuple(commits), blobs) if commits else None
 
     def _lock_operations(self, proposal: Proposal, tree: State, now_ns: int) -> tuple[LockOp, ...]:
@@ -471,7 +529,7 @@ class Branch:
                 return
             self._state = self._state.apply(news)
             for entry in news:
-                self._touched[entry.seq] = paths = _touched_by(entry)
+                self._touched[entry.seq] = paths = touched_by(entry)
                 self._touched_paths += len(paths)
             while len(self._touched) > _RECENT_ENTRIES or self._touched_paths > _RECENT_PATHS:
                 _, old = self._touched.popitem(last=False)
@@ -511,6 +569,8 @@ class Branch:
 
     def fold(self) -> State:
         """Write the newest known tree as a snap, rewriting only touched pages; returns the tree resting on it."""
+        if self.stale:
+            self.relist()
         state = self.known()
         return self._rest_on(fold(self._store, self._disk_id, self.uuid, state, self._runtime, self._tuning))
 
@@ -538,36 +598,3 @@ class Branch:
         folder = self._folder
         if folder is not None:
             folder.join()
-
-
-def _text(value: str) -> str:
-    """Return text that UTF-8 can hold: names that are none of it arrive as surrogate escapes."""
-    return value.encode("utf-8", "backslashreplace").decode()
-
-
-def _carried(effects: Sequence[Effect], *sources: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
-    """Return the inline packs that effects refer to.
-
-    An entry carries all of them, even those that an earlier entry carried: a fold in another process may have moved
-    that one's data into packs already, and then a cold reader never sees the earlier entry.
-    """
-    packs = {ref.pack for effect in effects if isinstance(effect, Put) for ref in effect.node.data}
-    carried: dict[bytes, bytes] = {}
-    for source in sources:
-        carried.update({pack: source[pack] for pack in packs & source.keys()})
-    return carried
-
-
-def _touched_by(entry: Entry) -> dict[bytes, int]:
-    paths: dict[bytes, int] = {}
-    for commit in entry.commits:
-        paths.update(_touched_by_effects(commit.effects))
-    return paths
-
-
-def _touched_by_effects(effects: Sequence[Effect]) -> dict[bytes, int]:
-    return {
-        effect.path: effect.change if isinstance(effect, Put) else DELETED
-        for effect in effects
-        if not (isinstance(effect, Put) and effect.change == TOUCHED)
-    }

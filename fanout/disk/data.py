@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from fanout.config import Tuning
+from fanout.disk.fresh import PackAges
 from fanout.errors import Corrupt, NotFound
 from fanout.format import layout
 from fanout.format.pack import PackBuilder, decode_frame, encode_frame, is_text, pack_id
@@ -44,7 +45,17 @@ class Packer:
     Use from one thread.
     """
 
-    def __init__(self, store: Store, disk_id: str, runtime: Runtime, tuning: Tuning, *, inline: bool = True) -> None:
+    def __init__(
+        self,
+        store: Store,
+        disk_id: str,
+        runtime: Runtime,
+        tuning: Tuning,
+        *,
+        inline: bool = True,
+        ages: PackAges | None = None,
+    ) -> None:
+        self._ages = ages
         self._store = store
         self._disk_id = disk_id
         self._runtime = runtime
@@ -107,6 +118,8 @@ class Packer:
     def _upload(self, builder: PackBuilder) -> None:
         data = builder.finish()
         self.pack_bytes += len(data)
+        if self._ages is not None:
+            self._ages.note(builder.id)
         self._slots.acquire()
         if self._pool is None:
             self._pool = ThreadPoolExecutor(4, "fanout-pack")

@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 from fanout.config import Tuning
 from fanout.disk.branch import Branch, Landed, Proposal
 from fanout.disk.data import Packer, Reader
+from fanout.disk.fresh import PackAges
 from fanout.disk.load import lineage_at
 from fanout.disk.merge import Intent, Policy, intent_of
 from fanout.disk.paths import shown
 from fanout.disk.record import create_record
 from fanout.disk.state import Difference, Pages, State
+from fanout.disk.trim import forget_trimmed
 from fanout.errors import Conflict, Denied, Exists, Invalid, NotFound
 from fanout.format import layout
 from fanout.format.entry import (
@@ -59,6 +61,7 @@ class Disk:
         self.tuning = tuning
         self._store = store
         self._pages = Pages(store, record.id, tuning.page_cache_entries)
+        self._ages = PackAges(runtime, tuning.unreferenced_s)
         self._branches: dict[str, Branch] = {}
         self._lock = threading.Lock()
 
@@ -119,7 +122,8 @@ class Disk:
         seq = branch.refresh().seq if seq is None else self._existing(branch, seq)
         # A point at or before the fork lies on an ancestor's log; it is named by the branch all the same.
         record = CheckpointRecord(branch.uuid, seq, self.runtime.now_ns(), branch.name)
-        self._create(layout.checkpoint_key(self.id, name), encode_checkpoint(record), f"checkpoint {name!r}")
+        key = layout.checkpoint_key(self.id, name)
+        self._create_at(branch, seq, key, encode_checkpoint(record), f"checkpoint {name!r}")
         return name, record
 
     def create_branch(self, name: str, start: Point) -> Branch:
@@ -133,7 +137,8 @@ class Disk:
         seq = start.branch.refresh().seq if start.seq is None else self._existing(start.branch, start.seq)
         lineage = lineage_at(start.branch.record, seq)
         record = BranchRecord(self.runtime.hex_id(32), lineage, self.runtime.now_ns())
-        self._create(layout.branch_key(self.id, name), encode_branch(record), f"branch {name!r}")
+        key = layout.branch_key(self.id, name)
+        self._create_at(start.branch, seq, key, encode_branch(record), f"branch {name!r}")
         return self._open_branch(name, record, start.branch.held(seq))
 
     @staticmethod
@@ -168,7 +173,7 @@ class Disk:
 
     def packer(self, *, inline: bool = True) -> Packer:
         """Return a fresh writer of file contents."""
-        return Packer(self._store, self.id, self.runtime, self.tuning, inline=inline)
+        return Packer(self._store, self.id, self.runtime, self.tuning, inline=inline, ages=self._ages)
 
     def apply(
         self,
@@ -367,7 +372,16 @@ class Disk:
             branch = self._branches.get(name)
             if branch is None:
                 branch = Branch(
-                    self._store, self.id, name, record, self._pages, self.runtime, self.tuning, self.reader, state
+                    self._store,
+                    self.id,
+                    name,
+                    record,
+                    self._pages,
+                    self.runtime,
+                    self.tuning,
+                    self.reader,
+                    state,
+                    self._ages,
                 )
                 self._branches[name] = branch
             return branch
@@ -375,6 +389,13 @@ class Disk:
     def _create(self, key: str, data: bytes, what: str) -> None:
         """Store a named record; an answer that was lost is settled by reading back."""
         create_record(self._store, key, data, f"disk {self.name!r} already has a {what}", self.runtime)
+
+    def _create_at(self, branch: Branch, seq: int, key: str, data: bytes, what: str) -> None:
+        """Store a record that names the tree of `branch` at `seq`; `Trimmed`, and no record, if that is going."""
+        self._create(key, data, what)
+        if seq < branch.known().folded_seq or branch.stale:
+            uuid, at = lineage_at(branch.record, seq)[0]
+            forget_trimmed(self._store, self.id, uuid, at, key)
 
     def _names(self, prefix: str) -> Iterator[str]:
         return (layout.name_of_key(meta.key, prefix) for meta in self._store.list(prefix))

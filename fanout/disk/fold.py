@@ -15,7 +15,7 @@ import msgspec
 from fanout.config import Tuning
 from fanout.disk.data import Packer
 from fanout.disk.state import State
-from fanout.errors import Exists, NotFound, Unknown
+from fanout.errors import Exists, NotFound, Unavailable, Unknown
 from fanout.format import layout
 from fanout.format.pack import is_text_pack
 from fanout.format.tree import (
@@ -44,11 +44,18 @@ def fold(store: Store, disk_id: str, branch_uuid: str, state: State, runtime: Ru
     """Write `state` as the branch's snap at its sequence number and return it; one that is there already serves too."""
     if state.seq == state.folded_seq:
         return state.snap
+    began_s = runtime.uptime()
     moved = _move_blobs(store, disk_id, state, runtime, tuning)
-    snap = _write_pages(store, disk_id, state, moved, tuning)
+    snap = _write_pages(store, disk_id, state, moved, runtime, tuning)
     key = layout.snap_key(disk_id, branch_uuid, state.seq)
+    late = Unavailable(f"{key}: the fold took more than {tuning.unreferenced_s:g} s; its pages may be gone as garbage")
+    if runtime.uptime() - began_s > tuning.unreferenced_s:
+        raise late
     try:
         store.create(key, encode_snap(snap))
+        if runtime.uptime() - began_s > tuning.unreferenced_s:  # frozen just here
+            store.delete([key])
+            raise late
     except (Exists, Unknown) as error:
         # Another process folded at the same point: the same tree in other objects. Only its are referenced.
         # Or it is our own, after a lost answer: either serves.
@@ -82,12 +89,17 @@ def _move_blobs(
 
 
 def _write_pages(
-    store: Store, disk_id: str, state: State, moved: Mapping[tuple[bytes, int], Ref], tuning: Tuning
+    store: Store,
+    disk_id: str,
+    state: State,
+    moved: Mapping[tuple[bytes, int], Ref],
+    runtime: Runtime,
+    tuning: Tuning,
 ) -> Snap:
     files = state.snap.files
     size = state.snap.bytes
     with ThreadPoolExecutor(_UPLOADS, "fanout-page") as pool:
-        pages = _PageList(store, disk_id, state, tuning.page_entries, pool)
+        pages = _PageList(store, disk_id, state, tuning.page_entries, pool, runtime)
         for old, fresh in _regions(state, moved):
             if fresh is None:
                 assert old is not None
@@ -107,7 +119,16 @@ class _PageList:
     shrank does not keep its many pages.
     """
 
-    def __init__(self, store: Store, disk_id: str, state: State, page_entries: int, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self,
+        store: Store,
+        disk_id: str,
+        state: State,
+        page_entries: int,
+        pool: ThreadPoolExecutor,
+        runtime: Runtime,
+    ) -> None:
+        self._runtime = runtime
         self._store = store
         self._disk_id = disk_id
         self._pages = state.pages
@@ -154,7 +175,7 @@ class _PageList:
 
     def _write(self, entries: Entries) -> None:
         for part in split_pages(entries, self._page_entries):
-            digest, data = encode_page(part)
+            digest, data = encode_page(part, self._runtime.salt())
             self._done.append(PageRef(part[0][0], digest, len(part), len(data)))
             self._pages.remember(digest, tuple(part))
             if len(self._uploads) >= 2 * _UPLOADS:

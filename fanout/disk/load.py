@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 from fanout.disk.log import Log
 from fanout.disk.state import Pages, State
+from fanout.disk.trim import Trimmed, kept
 from fanout.errors import Corrupt, NotFound
 from fanout.format import layout
 from fanout.format.entry import BranchRecord
@@ -63,19 +64,36 @@ def load_state(
 
 
 def newest_snap(store: Store, disk_id: str, uuid: str, until: int | None, after: int = 0) -> Snap | None:
-    """Load the newest snap with after < seq <= until from one branch's own; None where there is none."""
+    """Load the newest snap with after < seq <= until from one branch's own; None where there is none.
+
+    `Trimmed` for an `until` that garbage collection has let go of.
+    """
     newest: str | None = None
+    beyond = False
     for meta in store.list(layout.snap_prefix(disk_id, uuid), start_after=layout.snap_key(disk_id, uuid, after)):
         if not layout.is_seq_key(meta.key):
             continue
         if until is not None and layout.seq_of_key(meta.key) > until:
+            beyond = True
             break
         newest = meta.key
+    if beyond and until is not None:
+        # Only where a newer snap is may the log be trimmed, and only then may a snap here be a stray of a fold that
+        # came too late: what a point rests on is written down.
+        record = kept(store, disk_id, uuid)
+        if until < record.boundary:
+            if until not in record.points:
+                raise Trimmed(until, record.boundary)
+            base = record.points[until]
+            newest = layout.snap_key(disk_id, uuid, base) if base > after else None
     if newest is None:
         return None
     try:
         snap = decode_snap(store.get(newest), newest)
     except NotFound as error:
+        record = kept(store, disk_id, uuid)
+        if until is not None and until < record.boundary and until not in record.points:
+            raise Trimmed(until, record.boundary) from None  # it went while we looked
         raise Corrupt(f"{newest} was listed but cannot be read") from error
     if snap.seq != layout.seq_of_key(newest):
         raise Corrupt(f"{newest}: says it is the snap of {snap.seq}")

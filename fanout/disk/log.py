@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from fanout.disk.record import ATTEMPTS, pause, read_back
+from fanout.disk.trim import refuse_trimmed
 from fanout.errors import Corrupt, Exists, FanoutError, NotFound, Unavailable, Unknown
 from fanout.format import layout
 from fanout.format.entry import Entry, decode_entry, encode_entry
@@ -43,7 +44,9 @@ class Log:
         return entry
 
     def after(self, seq: int, until: int | None = None, *, far: bool = False) -> Iterator[Entry]:
-        """Yield the entries seq+1, seq+2, ... to the tail (or to `until`), in order; `Corrupt` for a hole.
+        """Yield the entries seq+1, seq+2, ... to the tail (or to `until`), in order.
+
+        `Corrupt` for a hole, `Trimmed` for one that garbage collection left.
 
         To the tail: one get when there is none, two when there is one; a listing and parallel gets when there are
         more. `far` expects many and begins with the listing. To `until`: one get each.
@@ -134,6 +137,7 @@ class Log:
     def _must_read(self, seq: int, last: int) -> Entry:
         entry = self.read(seq)
         if entry is None:
+            refuse_trimmed(self._store, self._disk_id, self._branch_uuid, seq, last)
             raise Corrupt(f"{self._key(seq)} is missing, although the log goes on to {last}")
         return entry
 

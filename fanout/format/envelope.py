@@ -6,6 +6,7 @@ Owns encoding and verification of whole objects. Knows nothing of what the value
 from __future__ import annotations
 
 import hashlib
+import struct
 from typing import TypeVar
 
 import msgspec
@@ -22,14 +23,20 @@ _MAGIC = b"FAN"
 _HEADER = 4 + 1 + 16
 _MAX_RAW = 1 << 30
 _LEVEL = 1
+_SKIPPABLE = 0x184D2A50
 
 _encoder = msgspec.msgpack.Encoder()
 T = TypeVar("T")
 
 
-def encode(kind: bytes, value: object) -> bytes:
-    """Frame a value: `FAN` kind version sha256(payload)[:16] payload, payload = zstd(msgpack(value))."""
+def encode(kind: bytes, value: object, salt: bytes = b"") -> bytes:
+    """Frame a value: `FAN` kind version sha256(payload)[:16] payload, payload = zstd(msgpack(value)).
+
+    A `salt` follows as a zstd skippable frame, which every reader skips.
+    """
     payload = zstandard.ZstdCompressor(level=_LEVEL).compress(_encoder.encode(value))
+    if salt:
+        payload += struct.pack("<II", _SKIPPABLE, len(salt)) + salt
     return b"".join((_MAGIC, kind, bytes([VERSION]), hashlib.sha256(payload).digest()[:16], payload))
 
 

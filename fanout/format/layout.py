@@ -23,6 +23,8 @@ __all__ = [
     "disk_prefix",
     "is_disk_id",
     "is_seq_key",
+    "kept_key",
+    "kept_prefix",
     "log_key",
     "log_prefix",
     "name_key",
@@ -32,6 +34,8 @@ __all__ = [
     "seq_of_key",
     "snap_key",
     "snap_prefix",
+    "trim_key",
+    "trim_prefix",
 ]
 
 #: The branch every disk is created with.
@@ -110,6 +114,22 @@ def snap_prefix(disk_id: str, branch_uuid: str) -> str:
 
 def snap_key(disk_id: str, branch_uuid: str, seq: int) -> str:
     return f"disks/{disk_id}/snap/{branch_uuid}/{seq:020d}"
+
+
+def trim_prefix(disk_id: str, branch_uuid: str) -> str:
+    return f"disks/{disk_id}/trim/{branch_uuid}/"
+
+
+def trim_key(disk_id: str, branch_uuid: str, seq: int) -> str:
+    return f"disks/{disk_id}/trim/{branch_uuid}/{seq:020d}"
+
+
+def kept_prefix(disk_id: str, branch_uuid: str) -> str:
+    return f"disks/{disk_id}/kept/{branch_uuid}/"
+
+
+def kept_key(disk_id: str, branch_uuid: str, seq: int) -> str:
+    return f"disks/{disk_id}/kept/{branch_uuid}/{seq:020d}"
 
 
 def page_key(disk_id: str, page_hash: bytes) -> str:

@@ -167,9 +167,12 @@ def subtree_end(path: bytes) -> bytes:
     return path + b"0"  # b"0" follows b"/"
 
 
-def encode_page(entries: Iterable[tuple[bytes, Node]]) -> tuple[bytes, bytes]:
-    """Return a page's (hash, bytes); the hash is SHA-256 of the stored bytes and names the object."""
-    data = envelope.encode(envelope.PAGE, tuple(entries))
+def encode_page(entries: Iterable[tuple[bytes, Node]], salt: bytes = b"") -> tuple[bytes, bytes]:
+    """Return a page's (hash, bytes); the hash is SHA-256 of the stored bytes and names the object.
+
+    A random `salt` makes its name one that no page ever had: garbage collection may be about to delete an equal one.
+    """
+    data = envelope.encode(envelope.PAGE, tuple(entries), salt)
     return hashlib.sha256(data).digest(), data
 
 

@@ -37,7 +37,9 @@ def hasty(runtime: Runtime = system) -> Runtime:
         now_ns=runtime.now_ns,
         monotonic=runtime.monotonic,
         sleep=lambda seconds: None,
+        uptime=runtime.uptime,
         token_bytes=runtime.token_bytes,
+        salt=runtime.salt,
         uniform=runtime.uniform,
     )
 
@@ -49,6 +51,7 @@ def fixed(seed: int, start_ns: int = 1_750_000_000 * 10**9) -> Runtime:
         now_ns=lambda: next(ticks),
         sleep=lambda seconds: None,
         token_bytes=source.token_bytes,
+        salt=lambda: b"",
         uniform=source.uniform,
     )
 
