@@ -278,9 +278,10 @@ class LocalDisk(Disk):
 
         def work() -> Commit:
             branch = self.core.writable(self.point)
+            state = branch.refresh()
             packer = self.core.packer()
             try:
-                intents = upload_intents(packer, Path(local), target, progress=progress)
+                intents = upload_intents(packer, Path(local), target, state=state, progress=progress)
                 packed = packer.finish()
             except BaseException:
                 packer.abandon()
@@ -291,6 +292,8 @@ class LocalDisk(Disk):
                 intents,
                 policy=Policy.LAST_WINS,
                 blobs=dict(packed.blobs),
+                seen_blobs=state.blob_bytes(),
+                base_seq=state.seq,
                 author=self._author,
                 message=message,
             )
