@@ -14,7 +14,7 @@ from fanout.format.extents import cut, size_of, splice
 from fanout.format.pack import is_text_pack
 from fanout.format.tree import HOLE, Node, Ref
 
-__all__ = ["MAX_FRAGMENTS", "MAX_RANGES", "Edits", "combine", "compact", "find_edits"]
+__all__ = ["MAX_FRAGMENTS", "MAX_RANGES", "Edits", "combine", "compact", "find_edits", "unshared"]
 
 #: A file changed in more places than this was rewritten: byte ranges would say nothing about it.
 MAX_RANGES = 4096
@@ -47,7 +47,7 @@ def find_edits(base: Node, node: Node, read: Read) -> Edits:
     if node.size < base.size:
         return Edits()
     ranges: list[tuple[int, int]] = []
-    for start, end in _unshared(base, node):
+    for start, end in unshared(base.data, node.data):
         for low in range(start, end, _STEP):
             high = min(low + _STEP, end)
             for found in _differences(read(cut(base.data, low, high)), read(cut(node.data, low, high)), low):
@@ -132,23 +132,23 @@ def _differences(old: bytes, new: bytes, offset: int) -> Iterator[tuple[int, int
         yield offset + found.start(), offset + found.end()
 
 
-def _unshared(base: Node, node: Node) -> Iterator[tuple[int, int]]:
-    """Yield the ranges of the old content that the new one does not hold as the same stored bytes in the same place."""
+def unshared(old: Sequence[Ref], new: Sequence[Ref]) -> Iterator[tuple[int, int]]:
+    """Yield the ranges of an old content that a new one does not hold as the same stored bytes in the same place."""
     start: int | None = None
     at = left = right = left_from = right_from = 0
-    while left < len(base.data) and right < len(node.data):
-        old, new = base.data[left], node.data[right]
-        length = min(old.size - left_from, new.size - right_from)
-        if old.hash == new.hash and (old.pack == HOLE or old.skip + left_from == new.skip + right_from):
+    while left < len(old) and right < len(new):
+        one, two = old[left], new[right]
+        length = min(one.size - left_from, two.size - right_from)
+        if one.hash == two.hash and (one.pack == HOLE or one.skip + left_from == two.skip + right_from):
             if start is not None and length:
                 yield start, at
                 start = None
         elif start is None:
             start = at
         at, left_from, right_from = at + length, left_from + length, right_from + length
-        if left_from == old.size:
+        if left_from == one.size:
             left, left_from = left + 1, 0
-        if right_from == new.size:
+        if right_from == two.size:
             right, right_from = right + 1, 0
     if start is not None:
         yield start, at

@@ -137,11 +137,15 @@ class _Mounted:
 
 @contextmanager
 def announce(job: Job) -> Iterator[Callable[[], None]]:
-    """Tell the branches that a commit of this job may come; the value takes it back early, from any thread."""
+    """Tell the branches that a commit of this job may come; the value takes it back early, from any thread.
+
+    Not those it checks out: while it waits for a lock no commit may wait for it, least of all the one that releases it.
+    """
     lock = threading.Lock()
     with ExitStack() as announced:
         if job.commit != "never":
-            for branch in dict.fromkeys(mount.base.branch for mount in job.mounts if mount.mode != "read_only"):
+            writing = (m.base.branch for m in job.mounts if m.mode != "read_only" and not m.checkout)
+            for branch in dict.fromkeys(writing):
                 announced.enter_context(branch.writing(job.arrived_s))
 
         def withdraw() -> None:
@@ -248,6 +252,7 @@ def _open(mount: JobMount, host: Host, lock_id: str, stack: ExitStack) -> _Mount
         disk_id=mount.disk.id,
         subdirectory=mount.subdirectory,
         writable=mount.mode != "read_only",
+        xattr_prefix=host.engine.xattr_prefix,
     )
     stack.callback(view.close)
     return _Mounted(mount, view, state, lock_id)
@@ -333,7 +338,7 @@ def _propose(job: Job, each: _Mounted, host: Host) -> Proposal:
         author=job.author,
         message=job.command,
         exec_id=job.id,
-        age_s=host.runtime.monotonic() - job.arrived_s,
+        age_s=0.0 if each.lock_id else host.runtime.monotonic() - job.arrived_s,  # others wait for what it holds
         lock_id=each.lock_id,
     )
 

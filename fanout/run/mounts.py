@@ -5,12 +5,12 @@ Owns what of it this process remembers. Decides nothing about trees.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from fanout.disk.branch import Branch
 from fanout.disk.catalogue import Catalogue
 from fanout.disk.disk import Disk, Point
-from fanout.disk.paths import tree_path
+from fanout.disk.paths import shown, tree_path
 from fanout.errors import Invalid
 from fanout.model import Mount
 from fanout.run.exec import JobMount
@@ -33,11 +33,14 @@ class Lines:
             if line is None or mount.at is not None:
                 return None
             found.append(_job_mount(name, line[0], Point(line[1]), mount))
+        _check_checkouts(found)
         return found
 
     def look_up(self, mounts: Mapping[str, Mount]) -> list[JobMount]:
         """Return the job's mounts; `NotFound` for a disk, branch or point that is not there. Blocking."""
-        return [self._look_up(name, mount) for name, mount in mounts.items()]
+        found = [self._look_up(name, mount) for name, mount in mounts.items()]
+        _check_checkouts(found)
+        return found
 
     def _look_up(self, name: str, mount: Mount) -> JobMount:
         disk = self._catalogue.get(mount.disk)
@@ -56,6 +59,15 @@ class Lines:
         """A disk was deleted: the next exec on it has to look, and will not find it."""
         for line in [line for line in list(self._known) if line[0] == disk_id]:
             self._known.pop(line, None)
+
+
+def _check_checkouts(mounts: Sequence[JobMount]) -> None:
+    """Refuse two checkouts of one branch: taken one after the other, two execs could wait for each other."""
+    holders: dict[str, str] = {}
+    for mount in mounts:
+        if mount.checkout and (first := holders.setdefault(mount.base.branch.uuid, mount.name)) != mount.name:
+            allowed = f"all paths of branch {mount.base.branch.name!r} in one mount's checkout; {first!r} has one, too"
+            raise Invalid.argument(f"checkout of {mount.name!r}", tuple(map(shown, mount.checkout)), allowed)
 
 
 def _job_mount(name: str, disk: Disk, base: Point, mount: Mount) -> JobMount:

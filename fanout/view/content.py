@@ -17,6 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from fanout.disk.data import Packer, Reader
+from fanout.disk.edits import unshared
+from fanout.format.extents import cut
 from fanout.format.pack import encode_frame, is_text
 from fanout.format.tree import FILE, HOLE, Node, Ref
 from fanout.view.local import Directories, unlock, user_xattrs
@@ -326,18 +328,21 @@ def reusable(nodes: Iterable[Node | None]) -> Reuse:
     }
 
 
-def same_bytes(reader: Reader, blobs: Mapping[bytes, bytes], base: Node, root_fd: int, file: LocalFile) -> bool:
-    """Compare a file with a stored one byte by byte: for stored runs that have no hash of their own."""
+def same_bytes(
+    reader: Reader, blobs: Mapping[bytes, bytes], base: Node, data: Sequence[Ref], root_fd: int, file: LocalFile
+) -> bool:
+    """Compare a file with a stored one where its packed `data` does not tell: parts of runs have no own hash."""
     if base.kind != FILE or base.size != file.found.st_size:
         return False
     with Directories(root_fd) as directories:
         fd = os.open(file.name, _READ, dir_fd=directories.open(file.parent))
     try:
-        at = 0
-        for chunk in reader.chunks(base.data, blobs):
-            if _read_at(fd, at, len(chunk)) != chunk:
-                return False
-            at += len(chunk)
+        for start, end in unshared(base.data, data):
+            at = start
+            for chunk in reader.chunks(cut(base.data, start, end), blobs):
+                if _read_at(fd, at, len(chunk)) != chunk:
+                    return False
+                at += len(chunk)
         return True
     finally:
         os.close(fd)

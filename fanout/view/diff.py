@@ -356,7 +356,7 @@ class _Diff:
                 data, size = origin.data, origin.size
         elif same is not None and same.size == size and same.data != data and _has_parts(same):
             blobs = self._state.blob_bytes()
-            if same_bytes(self._reader, blobs, same, root_fd, file.local):
+            if same_bytes(self._reader, blobs, same, data, root_fd, file.local):
                 data = same.data
         return Node(
             FILE, stat.S_IMODE(found.st_mode), found.st_mtime_ns, size, data,
