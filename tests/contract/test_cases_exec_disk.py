@@ -15,7 +15,7 @@ from fanout.errors import FanoutError, Invalid, NotFound, Unavailable
 from fanout.model import Run
 from fanout.store.memory import MemoryStore
 from fanout.store.wrap import Fault, Faulty, Metered
-from tests.support.connections import connected
+from tests.support.connections import connected, until
 from tests.support.disks import hasty
 
 pytestmark = pytest.mark.anyio
@@ -217,3 +217,24 @@ async def test_requests_of_a_warm_exec(tmp_path: Path, command: str, more: dict[
             read_only = not isinstance(given, Disk) and given.mode == "read_only"
             assert made == {"get": 1, **({} if read_only else more)}
             await fo.exec("rm -f g", disks={"w": disk})
+
+
+@pytest.mark.parametrize(("key", "lands"), [("/pack/", False), ("/log/", True)])
+async def test_case_11_cancelled_at_the_end(tmp_path: Path, key: str, lands: bool) -> None:
+    """While its data is uploaded: nothing is committed. When the entry is on its way: it lands, and is waited for."""
+    inner = MemoryStore()
+    store = Faulty(inner, Fault("slow", "put" if key == "/pack/" else "create", key, times=1000, seconds=0.3))
+    async with connected(store, tmp_path / "cache") as fo:
+        disk = await fo.disks.create("ws")
+        async with anyio.create_task_group() as group:
+            with anyio.CancelScope() as scope:
+
+                async def cancel() -> None:
+                    await until(lambda: store.fired)
+                    scope.cancel()
+
+                group.start_soon(cancel)
+                await fo.exec("head -c 3M /dev/urandom > f", disks={"w": disk})
+        assert scope.cancelled_caught
+        assert [o.key async for o in disk.list_objects()] == (["f"] if lands else [])
+        assert (await fo.exec("true", disks={"w": disk})).ok
