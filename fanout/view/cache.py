@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from fanout.disk.state import State
-from fanout.errors import FanoutError, Invalid, Unavailable
+from fanout.errors import Invalid, Unavailable
 from fanout.runtime import Runtime, system
 from fanout.view.local import remove_tree
 from fanout.view.scratch import Scratch, ScratchPool
@@ -108,6 +108,8 @@ class HostCache:
             self._owner_fd = self._own()
             self._check_whiteouts()
         except OSError as error:
+            if _is_full(error):
+                raise Unavailable(f"the file system of the cache directory {self.dir} is full") from error
             allowed = f"a directory this user can write ({error.strerror})"
             raise Invalid.argument("cache_dir", self.dir, allowed) from error
         self._remover = ThreadPoolExecutor(1, "fanout-remove")
@@ -130,7 +132,7 @@ class HostCache:
         try:
             with slot.lock:
                 if slot.fd < 0:
-                    slot.fd, warm = self._acquire(kind, identity, build)
+                    slot.fd, warm = self._make_room_and_acquire(kind, identity, build)
                 slot.held += 1
         except BaseException:
             self._forget(key, slot)
@@ -164,6 +166,27 @@ class HostCache:
             while len(self._known) > _KNOWN_DISKS:
                 self._known.popitem(last=False)
 
+    def _make_room_and_acquire(self, kind: Kind, identity: str, build: Builder) -> tuple[int, bool]:
+        try:
+            return self._acquire(kind, identity, build)
+        except (OSError, Unavailable) as error:
+            if not _is_full(error):
+                raise self._typed(error) from error
+        # The file system is shared with others: what we do not need goes, then once more.
+        self.evict(0)
+        self._remover.submit(lambda: None).result()
+        try:
+            return self._acquire(kind, identity, build)
+        except (OSError, Unavailable) as error:
+            if not _is_full(error):
+                raise self._typed(error) from error
+            raise Unavailable(f"the cache directory {self.dir} has no room for a view: {error}") from error
+
+    def _typed(self, error: OSError | Unavailable) -> Unavailable:
+        if isinstance(error, Unavailable):
+            return error
+        return Unavailable(f"the cache directory {self.dir} cannot hold a view: {error}")
+
     def _acquire(self, kind: Kind, identity: str, build: Builder) -> tuple[int, bool]:
         warm = True
         while True:
@@ -182,21 +205,6 @@ class HostCache:
                 os.close(fd)
 
     def _build(self, kind: Kind, identity: str, build: Builder) -> None:
-        try:
-            self._build_once(kind, identity, build)
-        except (OSError, Unavailable) as error:
-            cause = error if isinstance(error, OSError) else error.__cause__
-            if not isinstance(cause, OSError) or cause.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
-            # The file system is shared with others: what we do not need goes, then once more.
-            self.evict(0)
-            self._remover.submit(lambda: None).result()
-            try:
-                self._build_once(kind, identity, build)
-            except (OSError, FanoutError) as again:
-                raise Unavailable(f"the cache directory {self.dir} has no room for a view: {again}") from again
-
-    def _build_once(self, kind: Kind, identity: str, build: Builder) -> None:
         place = self._scratch_path("tmp")
         os.mkdir(place, 0o700)
         try:
@@ -250,16 +258,23 @@ class HostCache:
             self.discard(scratch.path)
 
     def discard(self, path: str) -> None:
-        """Remove a directory of the cache in the background."""
+        """Remove a scratch directory of the cache in the background."""
+        try:
+            self._put_away(path)
+        except OSError:  # full: it has to go where it is
+            self._remover.submit(self._remove, path)
+
+    def _put_away(self, path: str) -> None:
         doomed = self._scratch_path("trash")
         try:
             os.rename(path, doomed)
         except FileNotFoundError:
             return
-        self._remover.submit(self._remove, os.path.basename(doomed))
+        self._remover.submit(self._remove, doomed)
 
-    def _remove(self, name: str) -> None:
-        fd = os.open(self._path("trash"), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    def _remove(self, path: str) -> None:
+        parent, _, name = path.rpartition("/")
+        fd = os.open(parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             remove_tree(fd, name)
         except OSError:
@@ -298,12 +313,17 @@ class HostCache:
             self.evict()
 
     def _evict_one(self, kind: Kind, identity: str) -> bool:
-        fd = self._flock(kind, identity, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fd = self._flock(kind, identity, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # no room even for its lock
+            return False
         if fd < 0:
             return False
         try:
-            self.discard(self._path(kind, identity))
+            self._put_away(self._path(kind, identity))
             os.unlink(self._lease_path(kind, identity))
+        except OSError:
+            return False
         finally:
             os.close(fd)
         return True
@@ -352,9 +372,16 @@ class HostCache:
         for owner in os.listdir(self._path("owner")):
             if self._is_dead(owner):
                 _unlink(self._path("owner", owner))
+        there = set()
         for kind, identity, _, used in self._entries():
+            there.add(f"{kind}-{identity}")
             if used < 0:
                 self._evict_one(kind, identity)
+        for name in set(os.listdir(self._path("lease"))) - there:  # of a build that failed or died
+            found, _, identity = name.partition("-")
+            for kind in _KINDS:
+                if kind == found:
+                    self._evict_one(kind, identity)
         self.evict()
 
     def _is_dead(self, owner: str) -> bool:
@@ -378,6 +405,8 @@ class HostCache:
         try:
             os.mknod(path, 0o020000, 0)
         except OSError as error:
+            if _is_full(error):
+                raise
             raise Invalid.argument(
                 "cache_dir", self.dir, f"its file system must take whiteouts, Linux 5.8 or later ({error.strerror})"
             ) from error
@@ -423,6 +452,11 @@ def _read_entry(path: str) -> tuple[int, str]:
             return int(size), boot
     except (OSError, ValueError):
         return 0, ""
+
+
+def _is_full(error: BaseException) -> bool:
+    cause = error if isinstance(error, OSError) else error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def _unlink(path: str) -> None:

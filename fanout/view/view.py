@@ -19,7 +19,7 @@ from fanout.format.tree import DIR, Node, parents
 from fanout.view.cache import HostCache, Known, Lease
 from fanout.view.diff import diff_upper
 from fanout.view.local import shown
-from fanout.view.materialise import materialise
+from fanout.view.materialise import host_error, materialise
 from fanout.view.scratch import Scratch
 
 __all__ = ["View", "open_view"]
@@ -141,6 +141,8 @@ def _dress(path: str, root: Node) -> None:
                 os.setxattr(fd, name, value)
         os.fchmod(fd, root.mode)
         os.utime(fd, ns=(root.mtime_ns, root.mtime_ns))
+    except OSError as error:
+        raise host_error(error, path) from error
     finally:
         os.close(fd)
 
