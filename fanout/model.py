@@ -170,13 +170,15 @@ class RunCommit(Value):
     """What became of one mount's writes.
 
     `base_seq` is what the command saw. `seq` is where its writes landed and `changes` what they were: both None if
-    nothing was written, if the commit policy left it out, or if it conflicted (then `conflict` says so).
+    nothing was written, if the commit policy left it out, or if it conflicted (then `conflict` says so). `skipped` are
+    paths the command left behind that no disk can hold: sockets, named pipes and devices.
     """
 
     base_seq: int
     seq: int | None = None
     changes: tuple[Change, ...] | None = None
     conflict: Conflict | None = None
+    skipped: tuple[str, ...] = ()
 
     @field_serializer("conflict")
     def _conflict(self, value: Conflict | None) -> dict[str, Any] | None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Literal
+from typing import Any, Literal
 
 from fanout.disk.branch import Branch, Landed, Proposal
 from fanout.disk.checkout import held
@@ -298,12 +298,13 @@ def _commit_all(
     wanted = job.commit == "always" or (
         job.commit == "on_success" and exit.status == "completed" and exit.exit_code == 0
     )
-    results = {each.mount.name: RunCommit(base_seq=each.base_seq) for each in mounted}
+    results = {each.mount.name: _outcome(each) for each in mounted}
     proposals: list[tuple[_Mounted, Proposal]] = []
     try:
         for each in mounted:
             if wanted and each.mount.mode != "read_only":
                 proposal = _propose(job, each, host)
+                results[each.mount.name] = _outcome(each)
                 if proposal.intents:
                     proposals.append((each, proposal))
         cancel.check()
@@ -353,11 +354,15 @@ def _commit(job: Job, each: _Mounted, proposal: Proposal, rescues: Iterator[str]
         raise LeaseLost(f"{lost}; the changes are kept on branch {rescue!r}") from None
     except Conflict as conflict:
         rescue = mount.disk.rescue(mount.base, each.base_seq, proposal, next(rescues))
-        return RunCommit(base_seq=each.base_seq, conflict=Conflict(conflict.paths, rescue, mount.disk.name))
+        return _outcome(each, conflict=Conflict(conflict.paths, rescue, mount.disk.name))
     if landed.seq is None:
-        return RunCommit(base_seq=each.base_seq)
+        return _outcome(each)
     effects: tuple[Effect, ...] = landed.effects
-    return RunCommit(base_seq=each.base_seq, seq=landed.seq, changes=changes_of(effects))
+    return _outcome(each, seq=landed.seq, changes=changes_of(effects))
+
+
+def _outcome(each: _Mounted, **fields: Any) -> RunCommit:
+    return RunCommit(base_seq=each.base_seq, skipped=tuple(map(shown, each.view.skipped)), **fields)
 
 
 class _Streams:
