@@ -6,6 +6,7 @@ rules of what lands are in merge.py, the protocol in log.py.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -405,7 +406,7 @@ class Branch:
             for waiting in batch:
                 # A conflict may be with another of this group, and so stands only if that may have landed.
                 if waiting.landed is None and (waiting.error is None or not isinstance(failure, Unknown)):
-                    waiting.error = failure
+                    waiting.error = failure if len(batch) == 1 else _one_of(failure)
             if failure is not error:
                 raise
 
@@ -598,3 +599,12 @@ class Branch:
         folder = self._folder
         if folder is not None:
             folder.join()
+
+
+def _one_of(failure: Exception) -> Exception:
+    """Return a copy for one of several callers, who add to it what they know (an exec its `run`)."""
+    if not isinstance(failure, FanoutError):
+        return failure
+    mine = copy.copy(failure)
+    mine.__cause__ = failure
+    return mine

@@ -22,7 +22,7 @@ from fanout.disk.merge import Policy
 from fanout.disk.paths import shown
 from fanout.disk.state import State
 from fanout.engine.base import Engine, Exit, Limits, Process, Spec
-from fanout.errors import Conflict, FanoutError, Invalid, LeaseLost, Unavailable
+from fanout.errors import Conflict, FanoutError, Invalid, LeaseLost, Unavailable, Unknown
 from fanout.format.entry import Effect
 from fanout.format.tree import DIR, SYMLINK
 from fanout.model import CommitPolicy, Finished, Mode, Output, Run, RunCommit, Started, Timing, Usage
@@ -300,25 +300,49 @@ def _commit_all(
     )
     results = {each.mount.name: _outcome(each) for each in mounted}
     proposals: list[tuple[_Mounted, Proposal]] = []
+    wrote = [each.mount.name for each in mounted if wanted and each.mount.mode != "read_only"]
+    trying = ""
     try:
         for each in mounted:
-            if wanted and each.mount.mode != "read_only":
+            if each.mount.name in wrote:
                 proposal = _propose(job, each, host)
                 results[each.mount.name] = _outcome(each)
                 if proposal.intents:
                     proposals.append((each, proposal))
+                else:
+                    wrote.remove(each.mount.name)
         cancel.check()
         ran()
         rescues = (f"{job.id}-{number}" if number > 1 else job.id for number in count(1))
         for each, proposal in proposals:
-            results[each.mount.name] = _commit(job, each, proposal, rescues)
+            trying = each.mount.name
+            results[trying] = _commit(job, each, proposal, rescues)
     except FanoutError as error:
+        _tell_fate(error, wrote, results, trying)
         return results, error
     except OSError as error:
         failure = Unavailable(f"this host could not read back what the command wrote: {error}")
         failure.__cause__ = error
+        _tell_fate(failure, wrote, results, trying)
         return results, failure
     return results, None
+
+
+def _tell_fate(error: FanoutError, wrote: Sequence[str], results: Mapping[str, RunCommit], trying: str) -> None:
+    """Add to an error what became of the writes to each mount; `trying` is the one whose commit failed."""
+    if isinstance(error, Conflict | LeaseLost) or not wrote:
+        return  # they say it themselves
+    fates = []
+    for name in wrote:
+        result = results[name]
+        if result.conflict is not None:
+            fate = f"is kept on branch {result.conflict.rescue_branch!r}"
+        elif name == trying and isinstance(error, Unknown):
+            fate = "may be committed or not"
+        else:
+            fate = "is committed" if result.seq is not None else "is not committed"
+        fates.append(f"to {name!r} {fate}")
+    error.args = (f"{error}; what the command wrote {', '.join(fates)}",)
 
 
 def _propose(job: Job, each: _Mounted, host: Host) -> Proposal:
