@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from collections.abc import Sequence
 
 import msgspec
 import zstandard
@@ -25,6 +26,7 @@ __all__ = [
     "decode_footer",
     "decode_frame",
     "encode_frame",
+    "encode_frames",
     "is_text",
     "is_text_pack",
     "pack_id",
@@ -43,6 +45,8 @@ _footer_decoder = msgspec.msgpack.Decoder(tuple[tuple[int, int, int, bytes], ...
 #: atomic, so any number of threads may share it.
 _compressors: list[zstandard.ZstdCompressor] = []
 _decompressors: list[zstandard.ZstdDecompressor] = []
+#: Whether this build of the library takes many frames in one call (its C extension does).
+_BATCHES = "multi_compress_to_buffer" in zstandard.backend_features
 
 
 def is_text(head: bytes) -> bool:
@@ -64,6 +68,19 @@ def encode_frame(raw: bytes) -> tuple[bytes, bytes]:
     """Return (frame, sha256 of raw). The frame is `raw` itself unless zstd makes it smaller. Thread safe."""
     packed = _compressed(raw) if len(raw) > 32 else raw
     return (packed if len(packed) < len(raw) else raw), hashlib.sha256(raw).digest()
+
+
+def encode_frames(raws: Sequence[bytes]) -> list[tuple[bytes, bytes]]:
+    """Return `encode_frame` of each: one call into zstd for all, so that other threads run meanwhile."""
+    if not _BATCHES or len(raws) < 2:
+        return [encode_frame(raw) for raw in raws]
+    worth = [raw for raw in raws if len(raw) > 32]
+    packed = iter(_compressed_all(worth) if worth else ())
+    frames: list[tuple[bytes, bytes]] = []
+    for raw in raws:
+        frame = next(packed) if len(raw) > 32 else raw
+        frames.append((frame if len(frame) < len(raw) else raw, hashlib.sha256(raw).digest()))
+    return frames
 
 
 def decode_frame(frame: bytes | memoryview, ref: Ref, where: str) -> bytes:
@@ -92,6 +109,16 @@ def _compressed(raw: bytes) -> bytes:
     packed = context.compress(raw)
     _compressors.append(context)
     return packed
+
+
+def _compressed_all(raws: list[bytes]) -> list[bytes]:
+    try:
+        context = _compressors.pop()
+    except IndexError:
+        context = zstandard.ZstdCompressor(level=_LEVEL)
+    segments = context.multi_compress_to_buffer(raws, threads=1)  # type: ignore[arg-type]
+    _compressors.append(context)
+    return [segments[place].tobytes() for place in range(len(segments))]
 
 
 def _decompressed(frame: bytes | memoryview) -> bytes:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from fanout.disk.data import Packer, Reader
 from fanout.disk.edits import unshared
 from fanout.format.extents import cut
-from fanout.format.pack import encode_frame, is_text
+from fanout.format.pack import encode_frame, encode_frames, is_text
 from fanout.format.tree import FILE, HOLE, Node, Ref
 from fanout.view.local import Directories, unlock, user_xattrs
 
@@ -175,18 +175,29 @@ class _Work:
 
     def _read_group(self, group: list[LocalFile]) -> list[_Small | None]:
         directories = self._directories()
-        return [self._read_small(file, directories) for file in group]
+        read = [self._read_small(file, directories) for file in group]
+        frames = iter(self._encode_all([raw for raw, _ in filter(None, read) if raw]))
+        return [None if one is None else _Small(next(frames) if one[0] else None, one[1], len(one[0])) for one in read]
 
-    def _read_small(self, file: LocalFile, directories: Directories) -> _Small | None:
+    def _read_small(
+        self, file: LocalFile, directories: Directories
+    ) -> tuple[bytes, tuple[tuple[bytes, bytes], ...]] | None:
         fd = self._open(file, directories)
         if fd < 0:
             return None
         try:
-            xattrs = user_xattrs(fd)
-            raw = _read_all(fd, file.found.st_size)
+            return _read_all(fd, file.found.st_size), user_xattrs(fd)
         finally:
             os.close(fd)
-        return _Small(self._encode(raw, is_text(raw)) if raw else None, xattrs, len(raw))
+
+    def _encode_all(self, raws: list[bytes]) -> list[_Frame]:
+        """Encode the contents of a group; compresses together what there is nothing to reuse for."""
+        if self._reuse:
+            return [self._encode(raw, is_text(raw)) for raw in raws]
+        return [
+            _Frame(frame, len(raw), digest, is_text(raw))
+            for raw, (frame, digest) in zip(raws, encode_frames(raws), strict=True)
+        ]
 
     def _encode(self, raw: bytes, text: bool) -> _Frame:
         """Compress a run unless the disk has it; equal size makes that likely enough to hash first."""
