@@ -151,13 +151,13 @@ def _tiny_system() -> bytes:
     return file.getvalue()
 
 
-def tar_zstd(tree: Path, target: Path) -> None:
-    """Pack a tree into one file with `tar | zstd -1`, on all cores."""
+def tar_zstd(tree: Path, target: Path, *options: str) -> None:
+    """Pack a tree into one file with `tar | zstd`. Nothing is synced to the disk, as it is for a commit."""
     need("tar")
     need("zstd")
     target.unlink(missing_ok=True)
     tar = subprocess.Popen(["tar", "-C", str(tree), "-cf", "-", "."], stdout=subprocess.PIPE)
-    _check(["zstd", "-1", "-T0", "-q", "-o", str(target)], stdin=tar.stdout, timeout=600)
+    _check(["zstd", *options, "-q", "-o", str(target)], stdin=tar.stdout, timeout=600)
     if tar.wait() != 0:
         raise RuntimeError("tar failed")
 

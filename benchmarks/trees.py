@@ -38,7 +38,7 @@ def words(size: int, seed: int) -> bytes:
     while have < size:
         indent = " " * source.choice((0, 4, 8))
         line = indent + " ".join(
-            source.choice(_WORDS) if source.random() < 0.7 else f"{source.getrandbits(40):x}" for _ in range(8)
+            source.choice(_WORDS) if source.random() < 0.85 else f"{source.getrandbits(24):x}" for _ in range(8)
         )
         parts.append(line)
         have += len(line) + 1
