@@ -18,7 +18,20 @@ from fanout.config import Settings
 from fanout.disk.paths import tree_path
 from fanout.errors import Denied, Invalid
 from fanout.format.layout import MAIN
-from fanout.model import Change, Checkpoint, Commit, CommitPolicy, DirEntry, Event, Lock, Mode, Mount, ObjectInfo, Run
+from fanout.model import (
+    Change,
+    Checkpoint,
+    Commit,
+    CommitPolicy,
+    DirEntry,
+    Event,
+    GcReport,
+    Lock,
+    Mode,
+    Mount,
+    ObjectInfo,
+    Run,
+)
 from fanout.run.request import check_checkout, expand
 
 __all__ = ["Disk", "Disks", "Fanout", "connect"]
@@ -179,6 +192,20 @@ class Disk(ABC):
     @abstractmethod
     async def break_lock(self, lock: Lock | str) -> None:
         """Take a lock (or that of an id) from its holder, whose commit then fails with `LeaseLost`; `NotFound`."""
+
+    # Care ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def gc(
+        self, *, grace_s: float = 24 * 3600.0, keep_history_s: float = 30 * 24 * 3600.0, dry_run: bool = False
+    ) -> GcReport:
+        """Trim old history and delete what nothing refers to, on all branches of this disk.
+
+        Branches and checkpoints read as before, for ever. What was superseded more than `keep_history_s` ago and is
+        named by none of them goes, and what was never referred to goes after `grace_s`, both by the store's clock. A
+        `grace_s` of less than a day is safe only while nothing is being written. `Corrupt` if something that is
+        needed is damaged; then nothing is deleted.
+        """
 
 
 class Disks(ABC):

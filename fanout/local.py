@@ -10,6 +10,7 @@ import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing
+from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -24,14 +25,29 @@ from fanout.disk.branch import Landed
 from fanout.disk.catalogue import Catalogue
 from fanout.disk.disk import Disk as CoreDisk
 from fanout.disk.disk import Point
+from fanout.disk.gc import GRACE_S, KEEP_HISTORY_S
 from fanout.disk.merge import Policy
 from fanout.disk.paths import absolute, shown, tree_path
 from fanout.disk.state import State
+from fanout.disk.trim import Trimmed
 from fanout.engine.base import Engine
 from fanout.engine.open import open_engine
 from fanout.errors import Invalid, NotFound, Unavailable
+from fanout.format.entry import Entry
 from fanout.format.tree import DIR, Node, directory
-from fanout.model import Change, Checkpoint, Commit, CommitPolicy, DirEntry, Event, Lock, Mount, ObjectInfo, Run
+from fanout.model import (
+    Change,
+    Checkpoint,
+    Commit,
+    CommitPolicy,
+    DirEntry,
+    Event,
+    GcReport,
+    Lock,
+    Mount,
+    ObjectInfo,
+    Run,
+)
 from fanout.run import request
 from fanout.run.bridge import BATCH, each, in_turn
 from fanout.run.changes import change_of, changes_of
@@ -439,7 +455,14 @@ class LocalDisk(Disk):
         high = self.point.branch.refresh().seq if self.point.seq is None else self.point.seq
         while high > after:
             low = max(after, high - BATCH)
-            for entry in reversed(list(self.point.branch.history(low, high))):
+            entries: list[Entry] = []
+            while low < high:
+                try:
+                    entries = list(self.point.branch.history(low, high))
+                    break
+                except Trimmed as trimmed:  # here the history ends
+                    low = after = trimmed.boundary
+            for entry in reversed(entries):
                 for commit in reversed(entry.commits):
                     if commit.effects or commit.merged_uuid:  # else it only took or released a lock
                         yield commit_of(entry.seq, commit)
@@ -464,6 +487,17 @@ class LocalDisk(Disk):
         lock_id = lock.id if isinstance(lock, Lock) else lock
         release = partial(self.point.branch.release, lock_id, broken=True, author=self._author)
         await anyio.to_thread.run_sync(release)
+
+    async def gc(
+        self, *, grace_s: float = GRACE_S, keep_history_s: float = KEEP_HISTORY_S, dry_run: bool = False
+    ) -> GcReport:
+        def work() -> GcReport:
+            began_s = self.core.runtime.monotonic()
+            collected = self.core.collect(grace_s, keep_history_s, dry_run)
+            took_ms = (self.core.runtime.monotonic() - began_s) * 1e3
+            return GcReport(dry_run=dry_run, duration_ms=took_ms, **asdict(collected))
+
+        return await anyio.to_thread.run_sync(work)
 
     def _commit(self, landed: Landed, message: str, seq: int) -> Commit:
         return Commit(

@@ -27,6 +27,7 @@ __all__ = [
     "DirEntry",
     "Event",
     "Finished",
+    "GcReport",
     "Lock",
     "Mode",
     "Mount",
@@ -127,6 +128,26 @@ class Lock(Value):
     exec_id: str
     seq: int
     expires: datetime
+
+
+class GcReport(Value):
+    """What a garbage collection deleted, or would delete (`dry_run`): numbers of objects, and `freed_bytes` of them.
+
+    `kept_packs` and `kept_bytes` are the packs that stay. `trimmed` says by branch name which commit is the oldest that
+    can still be read without a checkpoint.
+    """
+
+    dry_run: bool
+    packs: int
+    pages: int
+    snaps: int
+    entries: int
+    probes: int
+    freed_bytes: int
+    kept_packs: int
+    kept_bytes: int
+    trimmed: Mapping[str, int]
+    duration_ms: float
 
 
 class Mount(Value):

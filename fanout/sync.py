@@ -19,7 +19,19 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from fanout import api
 from fanout.api import Progress
 from fanout.errors import Unavailable
-from fanout.model import Change, Checkpoint, Commit, CommitPolicy, DirEntry, Event, Lock, Mount, ObjectInfo, Run
+from fanout.model import (
+    Change,
+    Checkpoint,
+    Commit,
+    CommitPolicy,
+    DirEntry,
+    Event,
+    GcReport,
+    Lock,
+    Mount,
+    ObjectInfo,
+    Run,
+)
 
 __all__ = ["Disk", "Disks", "Fanout", "connect"]
 
@@ -196,6 +208,14 @@ class Disk:
     def break_lock(self, lock: Lock | str) -> None:
         """See `fanout.Disk.break_lock`."""
         self._bridge.call(lambda: self._inner.break_lock(lock))
+
+    def gc(
+        self, *, grace_s: float = 24 * 3600.0, keep_history_s: float = 30 * 24 * 3600.0, dry_run: bool = False
+    ) -> GcReport:
+        """See `fanout.Disk.gc`."""
+        return self._bridge.call(
+            lambda: self._inner.gc(grace_s=grace_s, keep_history_s=keep_history_s, dry_run=dry_run)
+        )
 
 
 class Disks:

@@ -13,6 +13,7 @@ from fanout.config import Tuning
 from fanout.disk.branch import Branch, Landed, Proposal
 from fanout.disk.data import Packer, Reader
 from fanout.disk.fresh import PackAges
+from fanout.disk.gc import GRACE_S, KEEP_HISTORY_S, Collected, collect
 from fanout.disk.load import lineage_at
 from fanout.disk.merge import Intent, Policy, intent_of
 from fanout.disk.paths import shown
@@ -359,6 +360,20 @@ class Disk:
     def diff(self, before: Point, after: Point) -> Iterator[Difference]:
         """Yield what differs between two points, in byte order of paths."""
         return before.state().diff(after.state())
+
+    # -- care -----------------------------------------------------------------------------------------------
+
+    def collect(
+        self, grace_s: float = GRACE_S, keep_history_s: float = KEEP_HISTORY_S, dry_run: bool = False
+    ) -> Collected:
+        """Collect the disk's garbage; see gc.py."""
+        collected = collect(
+            self._store, self.record, self.runtime, grace_s=grace_s, keep_history_s=keep_history_s, dry_run=dry_run
+        )
+        if not dry_run:
+            for branch in list(self._branches.values()):
+                branch.relist()
+        return collected
 
     def close(self) -> None:
         """Wait for background work."""

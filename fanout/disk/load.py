@@ -68,6 +68,8 @@ def newest_snap(store: Store, disk_id: str, uuid: str, until: int | None, after:
 
     `Trimmed` for an `until` that garbage collection has let go of.
     """
+    if until is not None and until <= after:
+        return None
     newest: str | None = None
     beyond = False
     for meta in store.list(layout.snap_prefix(disk_id, uuid), start_after=layout.snap_key(disk_id, uuid, after)):
