@@ -28,10 +28,10 @@ from fanout.store.memory import MemoryStore
 from fanout.store.wrap import Fault, Faulty, Wrapper
 from tests import support
 from tests.support.disks import TINY, check_refs, check_tree, cold, contents, get, hasty, new_disk, put
-from tests.support.frozen import HASTY
+from tests.support.late import HASTY
 
 T = TypeVar("T")
-SCRIPT = Path(support.__file__).parent / "frozen.py"
+SCRIPT = Path(support.__file__).parent / "late.py"
 
 
 class Died(BaseException):

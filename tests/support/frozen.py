@@ -1,50 +1,44 @@
-"""A committer that freezes just before it creates its log entry, until somebody lets it go on.
+"""A process of its own that runs one exec holding a checkout, or breaks into one.
 
-    frozen.py ROOT DISK_ID PATH SIZE
+    frozen.py STORE CACHE LEASE_S hold      start an exec that holds `src`; prints its id, then how it ended
+    frozen.py STORE CACHE LEASE_S take      run an exec that checks `src` out too, and writes; prints its id
 
-Opens the disk, stores SIZE bytes for PATH, stops itself (SIGSTOP) at the create, and prints what came of it.
+The lease is `LEASE_S` seconds instead of the usual.
 """
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 
-from fanout.config import Tuning
-from fanout.disk.catalogue import Catalogue
-from fanout.errors import FanoutError
-from fanout.runtime import system
-from fanout.store.local import LocalStore
-from fanout.store.wrap import Wrapper
-from tests.support.disks import TINY, put
+import anyio
 
-#: So impatient that a second of sleep is a month.
-HASTY = TINY.model_copy(update={"stale_s": 0.2, "unreferenced_s": 0.2})
+import fanout
+from fanout.disk import checkout
+from fanout.model import Finished, Started
 
 
-class Freezing(Wrapper):
-    """Stops the process before its first create of a log entry, after everything was checked."""
+async def hold(store: str, cache: str) -> None:
+    async with fanout.connect(store=store, cache_dir=cache, engine="bubblewrap") as fo:
+        disk = await fo.disks.get("ws")
+        mount = disk.mount(checkout=["src"])
+        try:
+            async for event in fo.stream("echo mine > src/a; echo mine > src/extra; sleep 2", disks={"w": mount}):
+                if isinstance(event, Started):
+                    print(event.id, flush=True)
+                elif isinstance(event, Finished):
+                    print(f"committed {event.run.commits['w'].seq}", flush=True)
+        except fanout.FanoutError as error:
+            print(f"{error.code}: {error}", flush=True)
 
-    frozen = False
 
-    def create(self, key: str, data: bytes) -> None:
-        if "/log/" in key and not self.frozen:
-            self.frozen = True
-            os.kill(os.getpid(), signal.SIGSTOP)
-        self.inner.create(key, data)
-
-
-def main(root: str, disk_id: str, path: str, size: int, tuning: Tuning = HASTY) -> None:
-    disk = Catalogue(Freezing(LocalStore(root, fsync=False)), system, tuning).get(disk_id)
-    disk.branch().refresh()
-    try:
-        put(disk, path, b"f" * size)
-        print("committed")
-    except FanoutError as error:
-        print(error.code, error)
-    disk.close()
+async def take(store: str, cache: str) -> None:
+    async with fanout.connect(store=store, cache_dir=cache, engine="bubblewrap") as fo:
+        disk = await fo.disks.get("ws")
+        run = await fo.exec("echo theirs > src/a", disks={"w": disk.mount(checkout=["src"], queue_ms=30_000)})
+        print(run.id, run.conflict, run.timing.lock_ms, flush=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    store, cache, lease_s, what = sys.argv[1:]
+    checkout.LEASE_S = float(lease_s)
+    anyio.run(hold if what == "hold" else take, store, cache)
