@@ -183,23 +183,24 @@ async def test_case_09_env(fo: Fanout) -> None:
             await fo.exec("true", env={name: "v"})
 
 
-def zombies() -> list[str]:
+def zombies() -> set[str]:
     """The dead processes that this one should have collected."""
-    found = []
+    found = set()
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
         if fields[0] == "Z" and fields[1] == str(os.getpid()):
-            found.append(pid)
+            found.add(pid)
     return found
 
 
 async def test_case_10_exit_codes_while_orphans_die(fo: Fanout) -> None:
+    before = zombies()
     runs = await fo.map("for i in 1 2 3; do (sleep 0.0$i &); done; exit 3 # {}", range(200))
     assert [run.exit_code for run in runs] == [3] * 200
-    assert not zombies()
+    assert zombies() <= before
 
 
 # -- cancellation ----------------------------------------------------------------------------------------------------

@@ -27,14 +27,14 @@ async def connected(
 
 
 def alive(marker: str) -> list[int]:
-    """Return the processes of this host with `marker` in their environment."""
+    """Return the processes of this host with `marker` in their environment or among their arguments."""
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            told = Path(f"/proc/{pid}/environ").read_bytes() + Path(f"/proc/{pid}/cmdline").read_bytes()
         except OSError:
             continue  # gone, or nobody's to read
-        if marker.encode() in environment:
+        if marker.encode() in told:
             found.append(int(pid))
     return found
 
