@@ -58,7 +58,8 @@ class S3Store(Store):
 
     `endpoint` is an http(s) URL, addressed path-style; None means FANOUT_S3_ENDPOINT, then what boto3 is
     configured with (AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, its profile), then AWS. Credentials come from
-    where boto3 looks for them and are never shown. `read_timeout_s` is the longest silence of the server.
+    where boto3 looks for them and are never shown; refused ones are looked for anew. `read_timeout_s` is the
+    longest silence of the server.
     The bucket must exist. Making the object sends no request; `check` does.
     """
 
@@ -88,6 +89,7 @@ class S3Store(Store):
         self._read_timeout_s = read_timeout_s
         self._lock = threading.Lock()
         self._clients: tuple[int, S3Client, S3Client] | None = None
+        self._credentials: tuple[str, str, str] | None = None
         _boto3()  # refused now, not at the first request
 
     def check(self) -> None:
@@ -190,13 +192,7 @@ class S3Store(Store):
         while left is None or left > 0:
             extra: dict[str, Any] = {"StartAfter": self.prefix + after} if after else {}
             size = _PAGE if left is None else min(_PAGE, left)
-            request = partial(
-                self._client().list_objects_v2,
-                Bucket=self.bucket,
-                Prefix=self.prefix + prefix,
-                MaxKeys=size,
-                **extra,
-            )
+            request = partial(self._list_page, Prefix=self.prefix + prefix, MaxKeys=size, **extra)
             page = self._ask(request, f"listing of {prefix or 'everything'}")
             contents = page.get("Contents", [])
             for item in contents:
@@ -208,6 +204,9 @@ class S3Store(Store):
                 return
             # StartAfter and not the continuation token: a page may then be asked for again at any time.
             after = contents[-1]["Key"][len(self.prefix) :]
+
+    def _list_page(self, **arguments: Any) -> Any:
+        return self._client().list_objects_v2(Bucket=self.bucket, **arguments)
 
     def _delete_page(self, keys: Sequence[str]) -> None:
         answer = self._ask(
@@ -232,15 +231,39 @@ class S3Store(Store):
         write: bool = False,
         bodiless: bool = False,
     ) -> _T:
-        try:
-            return request()
-        except FanoutError:
-            raise
-        except Exception as error:
-            raised = self._translate(error, doing, key, write, bodiless)
-            if raised is None:
+        used = self._clients
+        for renewed in (False, True):
+            try:
+                return request()
+            except FanoutError:
                 raise
-            raise raised from error
+            except Exception as error:
+                raised = self._translate(error, doing, key, write, bodiless)
+                if raised is None:
+                    raise
+                # Refused for good, so that nothing is open: once more if there are other credentials by now.
+                if renewed or not isinstance(raised, Denied) or not self._renew(used):
+                    raise raised from error
+        raise AssertionError("the second try returns or raises")
+
+    def _renew(self, refused: tuple[int, S3Client, S3Client] | None) -> bool:
+        """Look for credentials again, as they may have expired; returns whether there are others than were refused."""
+        with self._lock:
+            if self._clients is refused or refused is None:
+                try:
+                    found = _credentials(_boto3().session.Session())
+                except Exception:
+                    return False
+                if found is None or found == self._credentials:
+                    return False
+                self._clients = self._make_clients()
+            return True
+
+    def _without_secrets(self, text: str) -> str:
+        for secret in (self._credentials or ())[1:]:
+            if secret:
+                text = text.replace(secret, "(secret)")
+        return text
 
     def _translate(self, error: Exception, doing: str, key: str, write: bool, bodiless: bool) -> FanoutError | None:
         import botocore.exceptions as boto
@@ -272,8 +295,10 @@ class S3Store(Store):
     ) -> FanoutError:
         status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
         code = str(error.response.get("Error", {}).get("Code") or "")
-        message = str(error.response.get("Error", {}).get("Message") or "")[:200]
-        text = f"{where}: {status} {code} {message}".rstrip()
+        if code == str(status):  # the answer to a HEAD has no body to tell more
+            code = ""
+        message = self._without_secrets(str(error.response.get("Error", {}).get("Message") or ""))[:200]
+        text = f"{where}: " + " ".join(filter(None, (str(status), code, message)))
         if status == 412 and key:
             return Exists(f"{self.url}: {key} is already there")
         if status in (401, 403) or code in _DENIED:
@@ -303,6 +328,8 @@ class S3Store(Store):
 
         try:
             session = _boto3().session.Session()
+            with contextlib.suppress(Exception):  # the request will say what is wrong with them
+                self._credentials = _credentials(session)
             return os.getpid(), self._make_client(session, 1), self._make_client(session, 3)
         except (BotoCoreError, ValueError) as error:
             raise Invalid(f"{self.url}: {str(error)[:300]}") from error
@@ -336,6 +363,15 @@ def _boto3() -> Any:
     except ImportError as error:
         raise Invalid("s3:// needs boto3, which is not installed: pip install 'fanout[s3]'") from error
     return boto3
+
+
+def _credentials(session: Any) -> tuple[str, str, str] | None:
+    """Return what boto3 finds now: access key, secret key, session token; None where it finds nothing."""
+    found = session.get_credentials()
+    if found is None:
+        return None
+    frozen = found.get_frozen_credentials()
+    return frozen.access_key or "", frozen.secret_key or "", frozen.token or ""
 
 
 def _endpoint(given: str | None) -> str | None:

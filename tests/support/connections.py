@@ -8,12 +8,14 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 
-from fanout.api import Fanout
+from fanout.api import Disk, Fanout
 from fanout.config import Settings
 from fanout.local import LocalFanout
 from fanout.runtime import Runtime, system
 from fanout.store.base import Store
+from tests.support.disks import new_disk
 
 
 @asynccontextmanager
@@ -44,3 +46,9 @@ async def until(true: Callable[[], object], seconds: float = 30.0) -> None:
     with anyio.fail_after(seconds):
         while not true():
             await anyio.sleep(0.01)
+
+
+async def unprobed(fo: Fanout, store: Store, name: str = "ws") -> Disk:
+    """Make a disk without asking the store first what it can do: on S3 that takes longer than many a test."""
+    await anyio.to_thread.run_sync(lambda: new_disk(store, name=name))
+    return await fo.disks.get(name)
