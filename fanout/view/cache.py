@@ -28,7 +28,7 @@ from fanout.disk.state import State
 from fanout.errors import Invalid, Unavailable
 from fanout.runtime import Runtime, system
 from fanout.view.local import remove_tree
-from fanout.view.scratch import Scratch, ScratchPool
+from fanout.view.scratch import Scratch, ScratchPool, spread
 
 __all__ = ["HostCache", "Known", "Lease"]
 
@@ -105,6 +105,8 @@ class HostCache:
             os.chmod(self.dir, 0o700)
             for name in (*_KINDS, *_SCRATCH, "lease", "owner"):
                 os.makedirs(self._path(name), mode=0o700, exist_ok=True)
+            for name in ("tmp", "upper"):
+                spread(self._path(name))
             self._owner_fd = self._own()
             self._check_whiteouts()
         except OSError as error:

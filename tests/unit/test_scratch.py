@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fanout.runtime import Runtime
-from fanout.view.scratch import ScratchPool
+from fanout.view.scratch import ScratchPool, spread
 
 
 class Clock:
@@ -74,3 +74,9 @@ def test_those_at_rest_are_handed_out_for_removal(pool: ScratchPool, clock: Cloc
     assert pool.drain() == [scratch]
     clock.now += 2
     assert pool.take() != scratch
+
+
+def test_a_file_system_without_groups_is_left_alone(tmp_path: Path) -> None:
+    spread(str(tmp_path))
+    spread("/proc/self")
+    (tmp_path / "d").mkdir()
