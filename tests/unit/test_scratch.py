@@ -78,5 +78,5 @@ def test_those_at_rest_are_handed_out_for_removal(pool: ScratchPool, clock: Cloc
 
 def test_a_file_system_without_groups_is_left_alone(tmp_path: Path) -> None:
     spread(str(tmp_path))
-    spread("/proc/self")
+    spread(f"/proc/{os.getpid()}")
     (tmp_path / "d").mkdir()
