@@ -386,7 +386,7 @@ def _commit(job: Job, each: _Mounted, proposal: Proposal, rescues: Iterator[str]
 
 
 def _outcome(each: _Mounted, **fields: Any) -> RunCommit:
-    return RunCommit(base_seq=each.base_seq, skipped=tuple(map(shown, each.view.skipped)), **fields)
+    return RunCommit(base_seq=each.base_seq, skipped=tuple(map(shown, sorted(each.view.skipped))), **fields)
 
 
 class _Streams:

@@ -267,10 +267,10 @@ def _delta_entries(
 ) -> list[tuple[bytes, Node | None]]:
     """Return what a layer over `base` must hold to show `state`: new nodes, whiteouts, and the directories above."""
     entries: dict[bytes, Node | None] = {}
-    links = {each.after.link for each in changed if each.after is not None and each.after.link}
+    links = {node.link for each in changed for node in (each.before, each.after) if node is not None and node.link}
     nodes = [(each.path, each.after) for each in changed]
     if links:
-        # Hard links stay one file only if all its names are in the same layer.
+        # Hard links stay one file, and their count is right, only if all its names are in the same layer.
         nodes += [(path, node) for path, node in state.below(scope) if node.link in links]
     for path, node in nodes:
         if path == scope:
