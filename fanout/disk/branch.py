@@ -26,7 +26,7 @@ from fanout.disk.merge import Intent, Policy, Rebased, diverged, rebase
 from fanout.disk.paths import shown
 from fanout.disk.state import Pages, State
 from fanout.disk.trim import Trimmed, fence
-from fanout.errors import Conflict, FanoutError, LeaseLost, NotFound, Unavailable, Unknown
+from fanout.errors import Conflict, Corrupt, FanoutError, LeaseLost, NotFound, Unavailable, Unknown
 from fanout.format.entry import BranchRecord, Commit, Effect, Entry, Put
 from fanout.format.lock import Acquire, LockOp, Release, locks_after
 from fanout.format.tree import Node, Ref, Snap
@@ -210,6 +210,9 @@ class Branch:
         state = self.require(seq)
         if seq == state.seq:
             return state
+        return self._past_at(seq)
+
+    def _past_at(self, seq: int) -> State:
         past = self.held(seq)
         if past is None:
             past = load_state(self._store, self._disk_id, self.record, self._pages, self._runtime, seq)
@@ -220,10 +223,13 @@ class Branch:
         return past
 
     def require(self, seq: int) -> State:
-        """Return the newest known tree after making sure that entry `seq` exists; `NotFound`."""
-        state = self.known()
-        if seq > state.seq:
-            state = self.refresh()
+        """Return a tree at or after entry `seq`, so that it is sure to exist; `NotFound`."""
+        try:
+            state = self.known()
+            if seq > state.seq:
+                state = self.refresh()
+        except Corrupt:
+            state = self._past_at(seq)  # what came later is damaged, this need not be
         if seq > state.seq or seq < 0:
             raise NotFound(f"branch {self.name!r} has no commit {seq}; its newest is {state.seq}")
         return state
