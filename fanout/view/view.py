@@ -14,7 +14,7 @@ from fanout.disk.data import Packer, Reader
 from fanout.disk.merge import Intent
 from fanout.disk.state import Difference, State
 from fanout.engine.base import Mount
-from fanout.errors import Invalid, NotFound
+from fanout.errors import Corrupt, Invalid, NotFound
 from fanout.format.tree import DIR, Node, parents
 from fanout.view.cache import HostCache, Known, Lease
 from fanout.view.diff import diff_upper
@@ -168,7 +168,13 @@ def _layers(
             leases.append(_lease_base(cache, reader, base, disk_id, scope))
             return _with_delta(cache, reader, base, state, wanted, changed, scope, subdirectory, leases)
     base = _new_base(state, wanted)
-    leases.append(_lease_base(cache, reader, base, disk_id, subdirectory))
+    try:
+        leases.append(_lease_base(cache, reader, base, disk_id, subdirectory))
+    except Corrupt:
+        if base.identity == wanted:
+            raise
+        base = Known(wanted, state)  # the damage may be in what was replaced since
+        leases.append(_lease_base(cache, reader, base, disk_id, subdirectory))
     if base.identity == wanted:
         return [leases[-1].path]
     changed = list(_within(base.state.diff(state), subdirectory))
