@@ -21,13 +21,13 @@ import anyio.to_thread
 
 from fanout.api import Disk, Disks, Fanout, Mounts, Progress
 from fanout.config import Settings
-from fanout.disk.branch import Landed
 from fanout.disk.catalogue import Catalogue
 from fanout.disk.disk import Disk as CoreDisk
 from fanout.disk.disk import Point
 from fanout.disk.gc import GRACE_S, KEEP_HISTORY_S
 from fanout.disk.merge import Policy
 from fanout.disk.paths import absolute, shown, tree_path
+from fanout.disk.proposal import Landed
 from fanout.disk.state import State
 from fanout.disk.trim import Trimmed
 from fanout.engine.base import Engine
@@ -42,6 +42,7 @@ from fanout.model import (
     CommitPolicy,
     DirEntry,
     Event,
+    FsckReport,
     GcReport,
     Lock,
     Mount,
@@ -56,6 +57,7 @@ from fanout.run.describe import (
     checkpoint_of,
     commit_of,
     directory_entry,
+    fsck_report,
     list_tree,
     lock_of,
     object_info,
@@ -496,6 +498,14 @@ class LocalDisk(Disk):
             collected = self.core.collect(grace_s, keep_history_s, dry_run)
             took_ms = (self.core.runtime.monotonic() - began_s) * 1e3
             return GcReport(dry_run=dry_run, duration_ms=took_ms, **asdict(collected))
+
+        return await anyio.to_thread.run_sync(work)
+
+    async def fsck(self, *, quick: bool = False) -> FsckReport:
+        def work() -> FsckReport:
+            began_s = self.core.runtime.monotonic()
+            checked = self.core.check(quick=quick)
+            return fsck_report(checked, quick, (self.core.runtime.monotonic() - began_s) * 1e3)
 
         return await anyio.to_thread.run_sync(work)
 

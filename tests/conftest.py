@@ -15,11 +15,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from fanout.store.base import Store
 from fanout.store.local import LocalStore
 from fanout.store.memory import MemoryStore
 from tests.support.servers import moto_server
+
+# A busy machine is not a failure; what failed can be run again from the printed blob.
+settings.register_profile("fanout", deadline=None, print_blob=True)
+settings.load_profile("fanout")
 
 STORES = ("memory", "local", "moto", pytest.param("s3", marks=pytest.mark.s3))
 

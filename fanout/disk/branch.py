@@ -10,8 +10,7 @@ import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
 
 from fanout.config import Tuning
 from fanout.disk.checkout import Line, Taken, locked_paths, overlapping
@@ -20,20 +19,22 @@ from fanout.disk.edits import combine
 from fanout.disk.effects import carried, packs_of, text, touched_by, touched_by_effects
 from fanout.disk.fold import fold
 from fanout.disk.fresh import PackAges
+from fanout.disk.group import Group
 from fanout.disk.load import load_state, newest_snap, spans
 from fanout.disk.log import Log
-from fanout.disk.merge import Intent, Policy, Rebased, diverged, rebase
+from fanout.disk.merge import Policy, Rebased, diverged, rebase
 from fanout.disk.paths import shown
+from fanout.disk.proposal import Landed, Proposal, Waiting
 from fanout.disk.state import Pages, State
 from fanout.disk.trim import Trimmed, fence
 from fanout.errors import Conflict, Corrupt, FanoutError, LeaseLost, NotFound, Unavailable, Unknown
-from fanout.format.entry import BranchRecord, Commit, Effect, Entry, Put
+from fanout.format.entry import BranchRecord, Commit, Entry, Put
 from fanout.format.lock import Acquire, LockOp, Release, locks_after
 from fanout.format.tree import Node, Ref, Snap
 from fanout.runtime import Runtime
 from fanout.store.base import Store
 
-__all__ = ["Branch", "Landed", "Proposal"]
+__all__ = ["Branch"]
 
 #: How many recent entries' touched paths are remembered, so that rebasing needs no request; and how many paths.
 _RECENT_ENTRIES = 4096
@@ -42,57 +43,6 @@ _RECENT_PATHS = 1 << 18
 _PAST_STATES = 8
 #: How often a commit starts again because its process was frozen for so long that the log was trimmed under it.
 _TRIMMED_UNDER_US = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """One commit that wants to land: what to change, what it had seen, and by which policy it meets others.
-
-    `base_seq` None means it has seen the tail (plain object calls). `blobs` are its new inline packs; `seen_blobs`
-    those of the tree it started from, which MUST be given if any node in `intents` comes from that tree: a fold may
-    have let go of them since. A merge names what it brings in (`merged_uuid`, `merged_seq`); it is three-way: a path
-    that does not hold what its intent saw is in the way, whatever the log says. `age_s` is how long
-    ago its call arrived, which bounds how long it may be held for others. `lock_id` is the lock it holds: without it
-    nothing lands (`LeaseLost`), and what lands releases it. `take` and `free` take or renew, and give back, a lock.
-    """
-
-    intents: Sequence[Intent]
-    policy: Policy
-    base_seq: int | None = None
-    blobs: Mapping[bytes, bytes] = field(default_factory=dict)
-    seen_blobs: Mapping[bytes, bytes] = field(default_factory=dict)
-    author: str = ""
-    message: str = ""
-    exec_id: str = ""
-    age_s: float = 0.0
-    merged_uuid: str = ""
-    merged_seq: int = 0
-    lock_id: str = ""
-    take: Acquire | None = None
-    free: Release | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Landed:
-    """Where a proposal ended up. `seq` is None if it changed nothing (the tree already was as it wanted)."""
-
-    seq: int | None
-    effects: tuple[Effect, ...]
-    time_ns: int
-
-
-class _Waiting:
-    """A proposal in the queue and, later, its outcome. `touched` is what others changed from its base to `seen`."""
-
-    __slots__ = ("done", "error", "landed", "proposal", "seen", "touched")
-
-    def __init__(self, proposal: Proposal, seen: int, touched: Mapping[bytes, int]) -> None:
-        self.proposal = proposal
-        self.seen = seen
-        self.touched = touched
-        self.done = False
-        self.landed: Landed | None = None
-        self.error: BaseException | None = None
 
 
 class Branch:
@@ -126,11 +76,7 @@ class Branch:
         self._refresh_lock = threading.Lock()
         self._refresh_started = 0
         self._refresh_done = 0
-        self._queue: list[_Waiting] = []
-        self._queue_changed = threading.Condition()
-        self._leading = False
-        self._writers: dict[object, float] = {}
-        self._fan_out = (0.0, 1.0)  # of the last group: when its first call arrived, how wide its bounds were
+        self._group = Group(runtime, tuning)
         self._touched: OrderedDict[int, dict[bytes, int]] = OrderedDict()
         self._touched_paths = 0
         self._folder: threading.Thread | None = None
@@ -267,21 +213,9 @@ class Branch:
 
     # -- writing -------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def writing(self, since_s: float) -> Iterator[None]:
-        """Announce that a commit may come: while several are announced, commits wait for one another a little.
-
-        `since_s` is when its call arrived, in monotonic seconds.
-        """
-        writer = object()
-        with self._queue_changed:
-            self._writers[writer] = since_s
-        try:
-            yield
-        finally:
-            with self._queue_changed:
-                del self._writers[writer]
-                self._queue_changed.notify_all()
+    def writing(self, since_s: float) -> AbstractContextManager[None]:
+        """Announce that a commit may come of a call that arrived at `since_s` (monotonic); see `Group.writing`."""
+        return self._group.writing(since_s)
 
     def commit(self, proposal: Proposal) -> Landed:
         """Make a proposal durable, together with others that arrive meanwhile; returns when it is.
@@ -294,18 +228,8 @@ class Branch:
             # Here and not in the group: after a long command this may read many entries, and others need not wait.
             seen = max(seen, self.known().seq)
             touched = self.touched(proposal.base_seq, seen)
-        mine = _Waiting(proposal, seen, touched)
-        with self._queue_changed:
-            self._queue.append(mine)
-            self._queue_changed.notify_all()
-        try:
-            while self._lead_or_wait(mine):
-                pass
-        except BaseException:
-            with self._queue_changed:  # interrupted: nobody is to commit it later
-                if mine in self._queue:
-                    self._queue.remove(mine)
-            raise
+        mine = Waiting(proposal, seen, touched)
+        self._group.land(mine, self._commit_group)
         if mine.error is not None:
             raise mine.error
         assert mine.landed is not None
@@ -326,71 +250,9 @@ class Branch:
         message = f"{'break' if broken else 'release'} the checkout of {lock.owner}"
         self.commit(Proposal((), Policy.STRICT, author=author, message=message, free=Release(lock_id, broken)))
 
-    def _lead_or_wait(self, mine: _Waiting) -> bool:
-        """Wait until `mine` is done or nobody leads; then lead one group. Returns whether to go on."""
-        with self._queue_changed:
-            while self._leading and not mine.done:
-                self._queue_changed.wait()
-            if mine.done:
-                return False
-            self._leading = True
-        batch: list[_Waiting] = []
+    def _commit_group(self, batch: list[Waiting]) -> None:
         try:
-            with self._queue_changed:
-                self._gather()
-                batch = self._take()
-            self._commit_group(batch)
-        finally:
-            with self._queue_changed:
-                self._leading = False
-                for waiting in batch:
-                    waiting.done = True
-                self._queue_changed.notify_all()
-        return not mine.done
-
-    def _gather(self) -> None:
-        """Hold the group open while announced writers keep arriving, as long as its first member can afford.
-
-        That is twice the time it has taken so far, and half a second (`group_wait_s`): calls that started together
-        then need a number of entries that grows with the logarithm of how far apart they end, and no call takes more
-        than three times as long. It ends early when nobody came for as long as the first member took, at most six
-        gaps. For a member of a large fan-out both bounds are wider, by as much again for every eight calls that
-        arrived about when it did and were still out at the fan-out's first group: whoever asked for fifty waits for
-        the last of them, and on a busy machine they end far apart. Writers that are much older than it are not waited
-        for: they are the long ones.
-        """
-        tuning = self._tuning
-        age_s = self._queue[0].proposal.age_s if self._queue else 0.0
-        now = self._runtime.monotonic()
-        old = sum(now - since_s > 4 * age_s for since_s in self._writers.values())
-        arrived_s = now - age_s
-        together = sum(abs(since_s - arrived_s) <= age_s / 2 for since_s in self._writers.values())
-        wide = max(1.0, (together - len(self._queue)) / 8)
-        if abs(self._fan_out[0] - arrived_s) <= age_s / 2:
-            wide = max(wide, self._fan_out[1])
-        self._fan_out = arrived_s, wide
-        gap_s = min(max(tuning.group_gap_s, age_s), 6 * tuning.group_gap_s * wide)
-        deadline, quiet_at = now + min(2 * age_s, tuning.group_wait_s * wide), now + gap_s
-        while len(self._queue) < min(len(self._writers) - old, tuning.group_commits) and now < min(deadline, quiet_at):
-            before = len(self._queue)
-            self._queue_changed.wait(min(deadline, quiet_at) - now)
-            now = self._runtime.monotonic()
-            if len(self._queue) > before:
-                quiet_at = now + gap_s
-
-    def _take(self) -> list[_Waiting]:
-        size = count = 0
-        for waiting in self._queue:
-            size += sum(map(len, waiting.proposal.blobs.values()))
-            if count and (size > self._tuning.group_bytes or count >= self._tuning.group_commits):
-                break
-            count += 1
-        batch, self._queue = self._queue[:count], self._queue[count:]
-        return batch
-
-    def _commit_group(self, batch: list[_Waiting]) -> None:
-        try:
-            landed: list[tuple[_Waiting, Landed]] = []
+            landed: list[tuple[Waiting, Landed]] = []
 
             def build(seq: int, write_id: bytes) -> Entry | None:
                 landed.clear()
@@ -433,7 +295,7 @@ class Branch:
         raise Unavailable(f"branch {self.name!r} is trimmed faster than this process can follow; nothing was written")
 
     def _build(
-        self, batch: list[_Waiting], seq: int, write_id: bytes, landed: list[tuple[_Waiting, Landed]]
+        self, batch: list[Waiting], seq: int, write_id: bytes, landed: list[tuple[Waiting, Landed]]
     ) -> Entry | None:
         """Rebase every proposal of a group onto the tail, one after the other; conflicts fall out of the group."""
         state = self.known()
@@ -495,10 +357,11 @@ class Branch:
         return (Release(own),) if own else ()
 
     def _rebase(
-        self, waiting: _Waiting, tree: State, tail: int, grouped: Mapping[bytes, int], blobs: dict[bytes, bytes]
+        self, waiting: Waiting, tree: State, tail: int, grouped: Mapping[bytes, int], blobs: dict[bytes, bytes]
     ) -> Rebased:
         """Fit one proposal onto a tree; `blobs` are those of the entry so far, and get what had to be packed anew."""
         proposal = waiting.proposal
+        merging = bool(proposal.merged_uuid)
         packer = Packer(self._store, self._disk_id, self._runtime, self._tuning)
         known: dict[bytes, bytes] = {}
         joined: dict[tuple[tuple[Ref, ...], ...], tuple[Ref, ...]] = {}
@@ -509,12 +372,13 @@ class Branch:
             return self._reader.read(refs, known)
 
         def join(base: Node, node: Node, now: Node) -> tuple[Ref, ...]:
+            if merging:
+                return node.data  # a mixture of two branches' bytes is what nobody wrote
             key = base.data, node.data, now.data
             if key not in joined:  # all names of a hard-linked file get the same
                 joined[key] = combine(base, node, now, read, packer.add, self._tuning.extent_bytes)
             return joined[key]
 
-        merging = bool(proposal.merged_uuid)
         touched: Mapping[bytes, int] = {}
         if merging:
             touched = diverged(proposal.intents, tree)

@@ -10,13 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fanout.config import Tuning
-from fanout.disk.branch import Branch, Landed, Proposal
+from fanout.disk.branch import Branch
 from fanout.disk.data import Packer, Reader
 from fanout.disk.fresh import PackAges
+from fanout.disk.fsck import Checked, check
 from fanout.disk.gc import GRACE_S, KEEP_HISTORY_S, Collected, collect
 from fanout.disk.load import lineage_at
 from fanout.disk.merge import Intent, Policy, intent_of
 from fanout.disk.paths import shown
+from fanout.disk.proposal import Landed, Proposal
 from fanout.disk.record import create_record
 from fanout.disk.state import Difference, Pages, State
 from fanout.disk.trim import forget_trimmed
@@ -374,6 +376,10 @@ class Disk:
             for branch in list(self._branches.values()):
                 branch.relist()
         return collected
+
+    def check(self, *, quick: bool = False) -> Checked:
+        """Verify the disk; see fsck.py."""
+        return check(self._store, self.record, self.runtime, quick=quick)
 
     def close(self) -> None:
         """Wait for background work."""

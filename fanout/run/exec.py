@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any, Literal
 
-from fanout.disk.branch import Branch, Landed, Proposal
+from fanout.disk.branch import Branch
 from fanout.disk.checkout import held
 from fanout.disk.disk import Disk, Point
 from fanout.disk.merge import Policy
 from fanout.disk.paths import shown
+from fanout.disk.proposal import Landed, Proposal
 from fanout.disk.state import State
 from fanout.engine.base import Engine, Exit, Limits, Process, Spec
 from fanout.errors import Conflict, FanoutError, Invalid, LeaseLost, Unavailable, Unknown

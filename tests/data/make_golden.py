@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fanout.config import Tuning
-from fanout.disk.branch import Proposal
+from fanout.disk.proposal import Proposal
 from fanout.disk.disk import Disk, Point
 from fanout.disk.merge import Intent, Policy
 from fanout.disk.state import State

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from fanout.config import Tuning
-from fanout.disk.branch import Proposal
 from fanout.disk.disk import Disk
 from fanout.disk.merge import Intent, Policy
+from fanout.disk.proposal import Proposal
 from fanout.errors import Conflict
 from fanout.format import layout
 from fanout.format.tree import FILE, directory

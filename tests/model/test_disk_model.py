@@ -9,10 +9,11 @@ from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from fanout.disk.branch import Branch, Proposal
+from fanout.disk.branch import Branch
 from fanout.disk.disk import Disk, Point
 from fanout.disk.edits import combine
 from fanout.disk.merge import Intent, Policy, rebase
+from fanout.disk.proposal import Proposal
 from fanout.disk.state import State
 from fanout.errors import Conflict, Exists, Invalid, NotFound
 from fanout.format.entry import Entry, Put

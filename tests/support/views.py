@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fanout.config import Tuning
-from fanout.disk.branch import Branch, Landed, Proposal
+from fanout.disk.branch import Branch
 from fanout.disk.catalogue import Catalogue
 from fanout.disk.data import Packer, Reader
 from fanout.disk.disk import Disk
 from fanout.disk.merge import Intent, Policy
+from fanout.disk.proposal import Landed, Proposal
 from fanout.disk.state import State
 from fanout.format.tree import DIR, FILE, Node, directory
 from fanout.runtime import Runtime, seeded

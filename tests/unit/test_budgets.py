@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from fanout.disk.branch import Proposal
 from fanout.disk.catalogue import Catalogue
 from fanout.disk.disk import Disk, Point
 from fanout.disk.merge import Intent, Policy
+from fanout.disk.proposal import Proposal
 from fanout.errors import Conflict
 from fanout.format.tree import FILE, Node
 from fanout.store.memory import MemoryStore

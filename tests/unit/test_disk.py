@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from fanout.disk.branch import Proposal
 from fanout.disk.catalogue import Catalogue
 from fanout.disk.disk import Disk, Point
 from fanout.disk.merge import Intent, Policy
+from fanout.disk.proposal import Proposal
 from fanout.errors import Conflict, Denied, Exists, FanoutError, Invalid, NotFound, Unavailable
 from fanout.format import layout
 from fanout.format.tree import Node

@@ -12,7 +12,7 @@ import pytest
 SCRIPT = """
 import resource, sys
 from fanout.config import Tuning
-from fanout.disk.branch import Proposal
+from fanout.disk.proposal import Proposal
 from fanout.disk.merge import Intent, Policy
 from fanout.format.tree import FILE, Node
 from fanout.runtime import system

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from fanout.config import Tuning
 from fanout.disk import edits
-from fanout.disk.branch import Proposal, _Waiting
 from fanout.disk.disk import Disk, Point
 from fanout.disk.edits import MAX_FRAGMENTS, MAX_RANGES, Edits, combine, compact, find_edits
 from fanout.disk.merge import Intent, Policy
+from fanout.disk.proposal import Proposal, Waiting
 from fanout.errors import Conflict
 from fanout.format.extents import hole, size_of
 from fanout.format.tree import FILE, HOLE, Node
@@ -288,7 +288,7 @@ def test_joined_within_one_group() -> None:
     for n in range(300):
         node, blobs = file_node(disk, b"." * 6 * n + b"%d" % (n % 10) + b"." * (1999 - 6 * n))
         proposal = Proposal([Intent(b"f", base, node)], Policy.LAST_WINS, 1, blobs, seen_blobs=state.blob_bytes())
-        batch.append(_Waiting(proposal, 1, {}))
+        batch.append(Waiting(proposal, 1, {}))
     branch._commit_group(batch)
     assert [each.error for each in batch] == [None] * 300
     assert branch.known().seq == 2
@@ -317,7 +317,7 @@ def test_all_names_of_a_file_stay_one() -> None:
 
 @pytest.mark.parametrize("on_conflict", ["fail", "ours", "theirs"])
 def test_merges_of_branches(on_conflict: str) -> None:
-    """`theirs` joins inside files, the branch merged being the later one; the others decide whole files."""
+    """Merges decide whole files: a mixture of two branches' bytes is what nobody wrote."""
     disk = new_disk(MemoryStore(), tuning=TINY)
     put(disk, "f", b"." * 40)
     put(disk, "log", b"start\n")
@@ -332,9 +332,9 @@ def test_merges_of_branches(on_conflict: str) -> None:
         assert caught.value.paths == ("f", "log")
         return
     disk.merge(disk.branch(), Point(side), on_conflict)
-    joined = (b"1" * 5 + b"2" * 10 + b"." * 25, b"start\none\ntwo\n")
+    theirs = (b"." * 5 + b"2" * 10 + b"." * 25, b"start\ntwo\n")
     assert (get(disk, "f"), get(disk, "log")) == (
-        joined if on_conflict == "theirs" else (b"1" * 10 + b"." * 30, b"start\none\n")
+        theirs if on_conflict == "theirs" else (b"1" * 10 + b"." * 30, b"start\none\n")
     )
 
 

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from fanout.config import Tuning
 from fanout.disk import checkout
-from fanout.disk.branch import Branch, Proposal, _Waiting
+from fanout.disk.branch import Branch
 from fanout.disk.checkout import LEASE_S, held, locked_paths, overlapping
 from fanout.disk.disk import Disk, Point
 from fanout.disk.merge import Intent, Policy
+from fanout.disk.proposal import Proposal, Waiting
 from fanout.errors import Busy, Conflict, LeaseLost, NotFound
 from fanout.format.lock import Acquire, Lock, Release, locks_after
 from fanout.format.tree import SYMLINK, Node, directory
@@ -214,11 +215,11 @@ def test_one_group_takes_in_order(disk: Disk) -> None:
     link = Node(SYMLINK, 0o777, 1, target=b"t")
     seq = branch.known().seq
     batch = [
-        _Waiting(Proposal((), Policy.STRICT, take=acquire("1", b"src")), seq, {}),
-        _Waiting(Proposal((), Policy.STRICT, take=acquire("2", b"src/a")), seq, {}),
-        _Waiting(Proposal([Intent(b"src/x", None, link)], Policy.LAST_WINS, seq), seq, {}),
-        _Waiting(Proposal([Intent(b"src/y", None, link)], Policy.LAST_WINS, seq, lock_id="1"), seq, {}),
-        _Waiting(Proposal((), Policy.STRICT, take=acquire("3", b"src")), seq, {}),
+        Waiting(Proposal((), Policy.STRICT, take=acquire("1", b"src")), seq, {}),
+        Waiting(Proposal((), Policy.STRICT, take=acquire("2", b"src/a")), seq, {}),
+        Waiting(Proposal([Intent(b"src/x", None, link)], Policy.LAST_WINS, seq), seq, {}),
+        Waiting(Proposal([Intent(b"src/y", None, link)], Policy.LAST_WINS, seq, lock_id="1"), seq, {}),
+        Waiting(Proposal((), Policy.STRICT, take=acquire("3", b"src")), seq, {}),
     ]
     branch._commit_group(batch)
     assert [type(each.error) for each in batch] == [type(None), checkout.Taken, Conflict, type(None), type(None)]
