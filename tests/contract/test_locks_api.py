@@ -6,6 +6,7 @@ import json
 import uuid
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ from fanout.disk import checkout
 from fanout.disk.catalogue import Catalogue
 from fanout.errors import Busy, Conflict, Invalid, LeaseLost, NotFound
 from fanout.format.lock import Acquire
+from fanout.local import LocalDisk
 from fanout.model import Run, Started
 from fanout.runtime import system
 from fanout.store.local import LocalStore
 from fanout.store.memory import MemoryStore
-from tests.support.connections import connected
+from tests.support.connections import connected, until
 
 pytestmark = pytest.mark.anyio
 
@@ -139,6 +141,25 @@ async def test_busy_names_the_holder(fo: Fanout, disk: Disk) -> None:
         run = await fo.exec("echo > b/f", disks={"w": disk.mount(checkout=["b"], queue_ms=0)})
         assert run.conflict is None
         assert len(await disk.locks()) == 1
+
+
+async def test_an_exec_that_waits_for_a_lock_holds_no_commit_up(
+    fo: Fanout, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Commits wait a little for those of execs that are under way: never for one that waits for a lock itself."""
+    assert isinstance(disk, LocalDisk)
+    branch = disk.point.branch
+    announced: list[float] = []
+    writing = branch.writing
+    monkeypatch.setattr(branch, "writing", lambda since_s: (announced.append(since_s), writing(since_s))[1])
+    async with Holder(fo, disk, "src"), anyio.create_task_group() as group:
+        for _ in range(3):
+            group.start_soon(partial(fo.exec, "true", disks={"w": disk.mount(checkout=["src"])}))
+        await until(lambda: len(branch.line._waiting) == 3)
+        assert announced == []
+        assert (await fo.exec("echo > free", disks={"w": disk})).conflict is None
+        assert len(announced) == 1
+        group.cancel_scope.cancel()
 
 
 async def test_a_waiting_exec_that_is_cancelled_leaves_nothing(fo: Fanout, disk: Disk) -> None:
