@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from benchmarks.harness import Skip
 from fanout.engine.bubblewrap import CAPABILITIES, find_bwrap
+from fanout.view.scratch import spread
 
 __all__ = ["Containers", "RawBwrap", "aws", "finish", "need", "rclone", "s3_environment", "tar_zstd"]
 
@@ -39,6 +40,7 @@ class RawBwrap:
         self._place = place
         self._numbers = itertools.count()
         place.mkdir(parents=True, exist_ok=True)
+        spread(str(place))  # as fanout does for its own: see "ext4 remembers" in README.md
         words = [
             find_bwrap(),
             *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"),
