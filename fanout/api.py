@@ -25,6 +25,7 @@ from fanout.model import (
     CommitPolicy,
     DirEntry,
     Event,
+    FsckReport,
     GcReport,
     Lock,
     Mode,
@@ -205,6 +206,14 @@ class Disk(ABC):
         named by none of them goes, and what was never referred to goes after `grace_s`, both by the store's clock. A
         `grace_s` of less than a day is safe only while nothing is being written. `Corrupt` if something that is
         needed is damaged; then nothing is deleted.
+        """
+
+    @abstractmethod
+    async def fsck(self, *, quick: bool = False) -> FsckReport:
+        """Verify every object that a branch, a checkpoint or the history of this disk needs; changes nothing.
+
+        Damage is in the report, with the paths it affects, and no error. `quick` leaves out the contents of files: it
+        looks at the indexes of packs only.
         """
 
 

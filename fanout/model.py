@@ -27,6 +27,9 @@ __all__ = [
     "DirEntry",
     "Event",
     "Finished",
+    "FsckAffected",
+    "FsckProblem",
+    "FsckReport",
     "GcReport",
     "Lock",
     "Mode",
@@ -128,6 +131,49 @@ class Lock(Value):
     exec_id: str
     seq: int
     expires: datetime
+
+
+class FsckAffected(Value):
+    """What cannot be read of one line because of a damaged object. `line` is a branch, `checkpoint …` or `commit …`.
+
+    `everything`: the whole tree. Else `paths`, at most 100 of `count`; where the names themselves are lost, `between`
+    is the range they lie in: from the first path up to (not including) the second, which is "" for the end; `spared`
+    are the paths in it that were written since and can be read.
+    """
+
+    line: str
+    paths: tuple[str, ...] = ()
+    count: int = 0
+    everything: bool = False
+    between: tuple[str, str] | None = None
+    spared: tuple[str, ...] = ()
+
+
+class FsckProblem(Value):
+    """One damaged or missing object: its key in the store, what is wrong, and what that affects (nothing, perhaps)."""
+
+    object: str
+    what: str
+    affects: tuple[FsckAffected, ...] = ()
+
+
+class FsckReport(Value):
+    """The result of verifying a disk: `ok`, or problems (at most 1,000; `more_problems` counts the rest).
+
+    Counts are of objects looked at; `files` of those in all branches and checkpoints, each tree once.
+    """
+
+    ok: bool
+    quick: bool
+    problems: tuple[FsckProblem, ...]
+    more_problems: int
+    entries: int
+    snaps: int
+    pages: int
+    packs: int
+    files: int
+    bytes_read: int
+    duration_ms: float
 
 
 class GcReport(Value):

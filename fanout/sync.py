@@ -26,6 +26,7 @@ from fanout.model import (
     CommitPolicy,
     DirEntry,
     Event,
+    FsckReport,
     GcReport,
     Lock,
     Mount,
@@ -216,6 +217,10 @@ class Disk:
         return self._bridge.call(
             lambda: self._inner.gc(grace_s=grace_s, keep_history_s=keep_history_s, dry_run=dry_run)
         )
+
+    def fsck(self, *, quick: bool = False) -> FsckReport:
+        """See `fanout.Disk.fsck`."""
+        return self._bridge.call(lambda: self._inner.fsck(quick=quick))
 
 
 class Disks:

@@ -10,7 +10,7 @@ import sys
 
 import click
 
-from fanout.cli import files, history, run
+from fanout.cli import files, history, maintain, run
 from fanout.cli.app import App, Globals
 from fanout.cli.demo import demo
 from fanout.cli.disk import disk
@@ -42,6 +42,7 @@ for _command in (
     *files.COMMANDS,
     *run.COMMANDS,
     *history.COMMANDS,
+    *maintain.COMMANDS,
     doctor,
 ):
     cli.add_command(_command)

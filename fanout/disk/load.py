@@ -57,7 +57,12 @@ def load_state(
             state = State(pages, snap, snap.seq, {}, {})
             break
     for uuid, high in reversed(todo):
-        state = state.apply(Log(store, disk_id, uuid, runtime).after(state.seq, high, far=True))
+        try:
+            state = state.apply(Log(store, disk_id, uuid, runtime).after(state.seq, high, far=True))
+        except Trimmed as error:
+            if seq is not None:
+                raise
+            raise Corrupt(f"{layout.snap_prefix(disk_id, uuid)}: a snap is missing ({error})") from error
         if uuid != record.uuid:
             state = state.unlocked()
     return state
@@ -85,7 +90,7 @@ def newest_snap(store: Store, disk_id: str, uuid: str, until: int | None, after:
         record = kept(store, disk_id, uuid)
         if until < record.boundary:
             if until not in record.points:
-                raise Trimmed(until, record.boundary)
+                raise Trimmed(until, record.boundary - 1)
             base = record.points[until]
             newest = layout.snap_key(disk_id, uuid, base) if base > after else None
     if newest is None:
@@ -95,7 +100,7 @@ def newest_snap(store: Store, disk_id: str, uuid: str, until: int | None, after:
     except NotFound as error:
         record = kept(store, disk_id, uuid)
         if until is not None and until < record.boundary and until not in record.points:
-            raise Trimmed(until, record.boundary) from None  # it went while we looked
+            raise Trimmed(until, record.boundary - 1) from None  # it went while we looked
         raise Corrupt(f"{newest} was listed but cannot be read") from error
     if snap.seq != layout.seq_of_key(newest):
         raise Corrupt(f"{newest}: says it is the snap of {snap.seq}")

@@ -29,7 +29,7 @@ from fanout.format.tree import Node, PageRef, decode_snap
 from fanout.format.trim import Kept, decode_kept
 from fanout.store.base import Store
 
-__all__ = ["LogView", "Reach"]
+__all__ = ["LogView", "Reach", "in_parallel", "list_logs"]
 
 _PARALLEL = 8
 _CHUNK = 256
@@ -72,7 +72,29 @@ class LogView:
         """Return the snap that a point rests on (0: none of this log); None for a point that is gone already."""
         if point < self.record.boundary:
             return self.record.points.get(point)
-        return max((seq for seq in self.snaps if self.record.boundary <= seq <= point), default=0)
+        return max((seq for seq in self.snaps if self.record.boundary <= seq <= point), default=self.record.boundary)
+
+
+def list_logs(store: Store, disk: DiskRecord) -> dict[str, LogView]:
+    """List the logs of a disk, by branch uuid, reading no object."""
+    logs: dict[str, LogView] = {disk.main: LogView()}
+    for what in ("log", "snap", "trim", "kept"):
+        for meta in store.list(f"{layout.disk_prefix(disk.id)}{what}/"):
+            if not layout.is_seq_key(meta.key):
+                continue
+            uuid, seq = meta.key.split("/")[-2], layout.seq_of_key(meta.key)
+            view = logs.setdefault(uuid, LogView())
+            match what:
+                case "log":
+                    view.entries[seq] = meta.size
+                case "snap":
+                    view.snaps[seq] = meta.size
+                    view.snap_times[seq] = meta.modified_ns
+                case "trim":
+                    view.fences.append(seq)
+                case "kept":
+                    view.records.append(seq)
+    return logs
 
 
 class Reach:
@@ -108,7 +130,11 @@ class Reach:
 
     def _scan(self) -> None:
         # Logs before branches: a log that is seen has a record that is seen.
-        self.logs = self._list_logs()
+        self.logs = list_logs(self._store, self._disk)
+        for uuid, view in self.logs.items():
+            if view.records:
+                key = layout.kept_key(self._disk.id, uuid, view.records[-1])
+                view.record = decode_kept(self._store.get(key), key)
         self._load_records()
         for uuid, view in self.logs.items():
             self._choose_boundary(uuid, view)
@@ -123,30 +149,6 @@ class Reach:
             todo = {place for merge in self._merges for place in self._resolve(*merge)} - seen
 
     # -- what there is ----------------------------------------------------------------------------------------
-
-    def _list_logs(self) -> dict[str, LogView]:
-        logs: dict[str, LogView] = {self._disk.main: LogView()}
-        prefix = layout.disk_prefix(self._disk.id)
-        for what in ("log", "snap", "trim", "kept"):
-            for meta in self._store.list(f"{prefix}{what}/"):
-                if not layout.is_seq_key(meta.key):
-                    continue
-                uuid, seq = meta.key.split("/")[-2], layout.seq_of_key(meta.key)
-                view = logs.setdefault(uuid, LogView())
-                if what == "log":
-                    view.entries[seq] = meta.size
-                elif what == "snap":
-                    view.snaps[seq] = meta.size
-                    view.snap_times[seq] = meta.modified_ns
-                elif what == "trim":
-                    view.fences.append(seq)
-                else:
-                    view.records.append(seq)
-        for uuid, view in logs.items():
-            if view.records:
-                key = layout.kept_key(self._disk.id, uuid, view.records[-1])
-                view.record = decode_kept(self._store.get(key), key)
-        return logs
 
     def _load_records(self) -> None:
         def load(prefix: str, known: dict[str, T], decode: Callable[[bytes, str], T]) -> None:
@@ -189,7 +191,7 @@ class Reach:
 
     def _mark_from_boundary(self, uuid: str, view: LogView) -> None:
         self._mark_snaps(uuid, (seq for seq in view.snaps if seq >= view.boundary))
-        self._mark_entries(uuid, (seq for seq in view.entries if seq > view.boundary))
+        self._mark_entries(uuid, (seq for seq in view.entries if seq >= view.boundary))
 
     def _mark_point(self, uuid: str, point: int) -> None:
         view = self.logs.get(uuid)
@@ -210,14 +212,14 @@ class Reach:
             snap = decode_snap(self._store.get(key), key)
             self._merges.update((merged, brought) for merged, brought, _ in snap.merges)
             fresh = [page for page in snap.pages if page.hash not in self.pages]
-            for page, nodes in _in_parallel(self._load_page, fresh):
+            for page, nodes in in_parallel(self._load_page, fresh):
                 self._mark_nodes(nodes)
                 self.pages.add(page.hash)
             self._snaps_done.add((uuid, seq))
 
     def _mark_entries(self, uuid: str, seqs: Iterable[int]) -> None:
         fresh = (seq for seq in seqs if (uuid, seq) not in self._entries_done)
-        for seq, (merges, effects) in _in_parallel(lambda seq: (seq, self._load_entry(uuid, seq)), fresh):
+        for seq, (merges, effects) in in_parallel(lambda seq: (seq, self._load_entry(uuid, seq)), fresh):
             self._merges.update(merges)
             self._mark_nodes(effect.node for effect in effects if isinstance(effect, Put))
             self._entries_done.add((uuid, seq))
@@ -237,7 +239,7 @@ class Reach:
         return merges, [effect for commit in commits for effect in commit.effects]
 
 
-def _in_parallel(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+def in_parallel(call: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
     """Yield call(item) in order, some at once, in bounded memory."""
     iterator = iter(items)
     chunk = list(islice(iterator, _CHUNK))

@@ -16,7 +16,7 @@ _ATTEMPTS = 5
 
 
 class Trimmed(NotFound):
-    """A commit that garbage collection has let go of. All after `boundary` are there."""
+    """A commit that garbage collection has let go of. All after `boundary` are there, and so are their trees."""
 
     def __init__(self, seq: int, boundary: int) -> None:
         super().__init__(f"commit {seq} is no longer kept: garbage collection trimmed the history up to {boundary}")
@@ -55,7 +55,8 @@ def refuse_trimmed(store: Store, disk_id: str, uuid: str, seq: int, last: int | 
     """Raise `Trimmed` if entry `seq` is missing because it was trimmed; `last` ends the range that was asked for."""
     record = kept(store, disk_id, uuid)
     if not record.holds_entry(seq):
-        raise Trimmed(seq, record.boundary if last is None else min(record.boundary, last))
+        gone = record.boundary - 1
+        raise Trimmed(seq, gone if last is None else min(gone, last))
 
 
 def forget_trimmed(store: Store, disk_id: str, uuid: str, seq: int, key: str) -> None:
@@ -69,7 +70,7 @@ def forget_trimmed(store: Store, disk_id: str, uuid: str, seq: int, key: str) ->
         if seq < record.boundary and seq in record.points:
             return
         store.delete([key])
-        raise Trimmed(seq, max(record.boundary, fence(store, disk_id, uuid)))
+        raise Trimmed(seq, fence(store, disk_id, uuid) - 1)
 
 
 def _numbers(store: Store, prefix: str) -> list[int]:

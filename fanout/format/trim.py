@@ -18,7 +18,8 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
     """What is kept of one log: the tree at `boundary` and all after it, and the trees at `points` below.
 
     `points` maps each such sequence number to that of the snap it rests on, 0 where it rests on none of this log.
-    The entries after that snap up to the point are kept, too; all others up to the boundary are gone.
+    The entries after that snap up to the point are kept, too; all others before the boundary are gone. The entry at
+    the boundary stays, so that a log never looks as if it were empty.
     """
 
     boundary: int
@@ -26,7 +27,7 @@ class Kept(msgspec.Struct, frozen=True, array_like=True):
 
     def holds_entry(self, seq: int) -> bool:
         """Whether entry `seq` is one of those that are kept."""
-        return seq > self.boundary or any(base < seq <= point for point, base in self.points.items())
+        return seq >= self.boundary or any(base < seq <= point for point, base in self.points.items())
 
     def holds_snap(self, seq: int) -> bool:
         """Whether the snap of `seq` is one of those that are kept."""

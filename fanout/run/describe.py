@@ -9,12 +9,13 @@ from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from typing import Literal
 
+from fanout.disk.fsck import Checked
 from fanout.disk.paths import shown
 from fanout.disk.state import State
 from fanout.format import entry as records
 from fanout.format import lock as locking
 from fanout.format.tree import DIR, FILE, SYMLINK, Node, content_hash
-from fanout.model import Checkpoint, Commit, DirEntry, Lock, ObjectInfo
+from fanout.model import Checkpoint, Commit, DirEntry, FsckAffected, FsckProblem, FsckReport, Lock, ObjectInfo
 from fanout.run.changes import changes_of
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "checkpoint_of",
     "commit_of",
     "directory_entry",
+    "fsck_report",
     "list_tree",
     "lock_of",
     "object_info",
@@ -43,6 +45,40 @@ def lock_of(lock: locking.Lock) -> Lock:
         exec_id=lock.owner,
         seq=lock.seq,
         expires=when(lock.expires_ns),
+    )
+
+
+def fsck_report(checked: Checked, quick: bool, duration_ms: float) -> FsckReport:
+    problems = tuple(
+        FsckProblem(
+            object=problem.key,
+            what=problem.what,
+            affects=tuple(
+                FsckAffected(
+                    line=each.line,
+                    paths=tuple(map(shown, each.paths)),
+                    count=each.count,
+                    everything=each.everything,
+                    between=None if each.between is None else (shown(each.between[0]), shown(each.between[1])),
+                    spared=tuple(map(shown, each.spared)),
+                )
+                for each in problem.affects.values()
+            ),
+        )
+        for problem in checked.problems
+    )
+    return FsckReport(
+        ok=not problems,
+        quick=quick,
+        problems=problems,
+        more_problems=checked.more_problems,
+        entries=checked.entries,
+        snaps=checked.snaps,
+        pages=checked.pages,
+        packs=checked.packs,
+        files=checked.files,
+        bytes_read=checked.bytes_read,
+        duration_ms=duration_ms,
     )
 
 
