@@ -102,7 +102,8 @@ async def test_a_damaged_pack(store: Store, tmp_path: Path, how: str) -> None:
         }
         with pytest.raises(Corrupt, match=key):
             await fo.exec("ls", disks={"w": disk})
-        assert not os.listdir(tmp_path / "two/base"), "a half-built tree was kept"
+        if path != "late":  # which came after the fold: the base without it is whole
+            assert not os.listdir(tmp_path / "two/base"), "a half-built tree was kept"
         # What lies elsewhere is as usable as ever, for commands, too.
         elsewhere = next(d for d in "abc" if not path.startswith(f"{d}/"))
         mount = disk.mount(subdirectory=elsewhere, conditional=True)
