@@ -109,7 +109,8 @@ def _checked(report: FsckReport) -> Iterator[str]:
                 first, end = affected.between
                 upto = f"up to {name(end)}" if end else "to the end"
                 spared = f", but {', '.join(map(name, affected.spared))}" if affected.spared else ""
-                yield f"  {safe(affected.line)}: all from {name(first) or '/'} {upto} ({affected.count:,} names){spared}"
+                which = f"all from {name(first) or '/'} {upto} ({affected.count:,} names){spared}"
+                yield f"  {safe(affected.line)}: {which}"
                 continue
             for path in affected.paths:
                 yield f"  {safe(affected.line)}: {name(path)}"

@@ -87,6 +87,7 @@ class _Check:
         self._seen_pages: dict[bytes, tuple[bytes, int, int]] = {}
         self._refs: dict[bytes, set[int]] = {}
         self._trees: set[str] = set()
+        self._counted: set[str] = set()
         self._lock = threading.Lock()
         self._result = Checked()
 
@@ -385,7 +386,11 @@ class _Check:
                 folded = State(self._pages, state.snap, state.snap.seq, {}, {})
                 for path, above in _misplaced(folded.scan()):
                     self._damage.add(where, f"{path!r} is there, and {above!r} is no directory")
-                self._result.files += state.snap.files
+            if state.identity not in self._counted:
+                self._counted.add(state.identity)
+                self._result.files += state.snap.files + sum(
+                    _is_file(node) - _is_file(state.folded(path)) for path, (_, node) in state.changes.items()
+                )
             for path, (_, node) in state.changes.items():
                 if node is not None:
                     above = next(parents(path), b"")
@@ -446,6 +451,10 @@ class _Check:
                 start, stored = frame[:2]
                 decode_frame(memoryview(pack)[start : start + stored], Ref(b"", *frame), where)
             yield hash(frame)
+
+
+def _is_file(node: Node | None) -> bool:
+    return node is not None and node.kind != DIR
 
 
 def _print(ref: Ref) -> int:

@@ -15,7 +15,7 @@ from fanout.disk.state import State
 from fanout.errors import Invalid, NotFound, Unavailable
 from fanout.format.tree import FILE, Node
 from fanout.store.memory import MemoryStore
-from fanout.view import view as view_module
+from fanout.view import compare
 from fanout.view.cache import HostCache
 from fanout.view.view import View, open_view
 from tests.support.views import Contents, Item, Workspace, folder, of_state
@@ -194,7 +194,7 @@ def test_another_process_finds_the_folded_base(host: Host, tmp_path: Path) -> No
 
 
 def test_much_change_is_a_new_base(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(view_module, "_DELTA_PATHS", 3)
+    monkeypatch.setattr(compare, "_DELTA_PATHS", 3)
     host.open().close()
     host.space.write({b"n%d" % number: b"x" for number in range(5)})
     with host.open() as view:
@@ -268,3 +268,17 @@ def test_a_full_host_is_said_and_leaves_nothing(host: Host, monkeypatch: pytest.
     monkeypatch.undo()
     host.open().close()
     assert of_state(host.space.state, host.space.reader)
+
+
+def test_what_a_view_rests_on_is_never_evicted(host: Host) -> None:
+    with host.open() as first:
+        before = expected(host)
+        host.space.write({b"new": b"in a delta"})
+        with host.open() as second:
+            bases, both = first.mount("/x").lowers, second.mount("/x").lowers
+            host.cache.evict(0)
+            assert merged(bases) == before
+            assert merged(both) == expected(host)
+            assert len(both) == 2
+    host.cache.evict(0)
+    assert not any(os.path.exists(lower) for lower in both)
