@@ -27,6 +27,7 @@ from typing import Literal, NamedTuple
 from fanout.disk.state import State
 from fanout.errors import Invalid, Unavailable
 from fanout.runtime import Runtime, system
+from fanout.view.compare import Differences
 from fanout.view.local import remove_tree
 from fanout.view.scratch import Scratch, ScratchPool, spread
 
@@ -92,6 +93,7 @@ class HostCache:
         self.dir = os.path.abspath(cache_dir)
         self.max_bytes = max_bytes
         self.runtime = runtime
+        self.differences = Differences()
         self._owner = runtime.hex_id(16)
         self._lock = threading.Lock()
         self._slots: dict[tuple[Kind, str], _Slot] = {}

@@ -17,18 +17,13 @@ from fanout.engine.base import Mount
 from fanout.errors import Corrupt, Invalid, NotFound
 from fanout.format.tree import DIR, Node, parents
 from fanout.view.cache import HostCache, Known, Lease
+from fanout.view.compare import path_limit, within
 from fanout.view.diff import diff_upper
 from fanout.view.local import shown
 from fanout.view.materialise import host_error, materialise
 from fanout.view.scratch import Scratch
 
 __all__ = ["View", "open_view"]
-
-#: A delta holds at most this many paths, or this part of the disk's files if that is more ...
-_DELTA_PATHS = 2000
-_DELTA_PART = 8
-#: ... and this many bytes of file content.
-_DELTA_BYTES = 64 << 20
 
 
 class View:
@@ -162,7 +157,7 @@ def _layers(
             return [_inside(leases[-1], scope, subdirectory)]
     for scope in dict.fromkeys((b"", subdirectory)):
         for base in _candidates(cache, state, disk_id, scope):
-            changed = _small_difference(base.state, state, scope)
+            changed = cache.differences.small(base.state, state, scope)
             if changed is None:
                 continue
             leases.append(_lease_base(cache, reader, base, disk_id, scope))
@@ -177,7 +172,7 @@ def _layers(
         leases.append(_lease_base(cache, reader, base, disk_id, subdirectory))
     if base.identity == wanted:
         return [leases[-1].path]
-    changed = list(_within(base.state.diff(state), subdirectory))
+    changed = list(within(base.state.diff(state), subdirectory))
     return _with_delta(cache, reader, base, state, wanted, changed, subdirectory, subdirectory, leases)
 
 
@@ -192,39 +187,13 @@ def _candidates(cache: HostCache, state: State, disk_id: str, scope: bytes) -> I
 def _new_base(state: State, wanted: str) -> Known:
     """Choose the tree to materialise: the folded one, which other branches share, unless much came after it."""
     changes = len(state.changes)
-    if changes and changes <= _path_limit(state) and state.snap.pages:
+    if changes and changes <= path_limit(state) and state.snap.pages:
         return Known(state.root_id, _folded(state))
     return Known(wanted, state)
 
 
 def _folded(state: State) -> State:
     return State(state.pages, state.snap, state.snap.seq, {}, {})
-
-
-def _path_limit(state: State) -> int:
-    return max(_DELTA_PATHS, state.snap.files // _DELTA_PART)
-
-
-def _small_difference(base: State, state: State, scope: bytes) -> list[Difference] | None:
-    """Return what differs between two trees, or None if that is too much for a delta."""
-    shared = {page.hash for page in base.snap.pages} & {page.hash for page in state.snap.pages}
-    apart = sum(page.count for tree in (base, state) for page in tree.snap.pages if page.hash not in shared)
-    if apart > 64 * _path_limit(state):
-        return None  # finding out would cost more than a new base
-    changed: list[Difference] = []
-    size = 0
-    for each in _within(base.diff(state), scope):
-        changed.append(each)
-        size += each.after.size if each.after is not None else 0
-        if len(changed) > _path_limit(state) or size > _DELTA_BYTES:
-            return None
-    return changed
-
-
-def _within(differences: Iterator[Difference], scope: bytes) -> Iterator[Difference]:
-    for each in differences:
-        if not scope or each.path == scope or each.path.startswith(scope + b"/"):
-            yield each
 
 
 def _lease_base(cache: HostCache, reader: Reader, base: Known, disk_id: str, scope: bytes) -> Lease:
@@ -253,11 +222,11 @@ def _with_delta(
     if below is not None and below.kind == DIR:
         lowers.append(_inside(leases[-1], scope, subdirectory))
     if changed:
-        entries = _delta_entries(base.state, state, changed, scope)
         root = state.get(scope)
         assert root is not None
 
         def build(root_fd: int) -> int:
+            entries = _delta_entries(base.state, state, changed, scope)
             return materialise(root_fd, root, entries, reader, state.blob_bytes()).space_bytes
 
         identity = hashlib.sha256(f"{_base_id(base.identity, scope)} {wanted}".encode()).hexdigest()
