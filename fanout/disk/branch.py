@@ -114,12 +114,10 @@ class Branch:
                 with self._state_lock:
                     self._state = self._state or fresh
             else:
-                if self.stale:
-                    self.relist()
-                self._advance(list(self.log.after(self.known().seq)))
-                if self.stale:  # frozen just here: what was absent may have been trimmed
-                    self.relist()
+                if not self.stale:
                     self._advance(list(self.log.after(self.known().seq)))
+                if self.stale:  # perhaps frozen just here: what was absent may have been trimmed
+                    self.relist()
                 if self._state is not state:
                     self._adopt_if_far(self.known())
             self._refresh_done = mine
@@ -132,22 +130,27 @@ class Branch:
         return self._runtime.uptime() - self._listed_s > self._tuning.stale_s
 
     def relist(self) -> int:
-        """Look where the log is trimmed and rest on the newest snap; returns the boundary. Two listings.
+        """Look where the log is trimmed, advance to its tail and rest on the newest snap; returns the boundary.
 
-        A tree from below the boundary is loaded anew: the entry after it is gone, which makes it no tail.
+        Two listings, and what is new. A tree from below the boundary is loaded anew: the entry after it is gone, which
+        makes it no tail.
         """
         listed_s = self._runtime.uptime()
         boundary = fence(self._store, self._disk_id, self.uuid)
-        state = self.known()
-        if state.seq < boundary:
+        behind = self.known().seq < boundary
+        if not behind:
+            try:
+                self._advance(list(self.log.after(self.known().seq)))
+                self._adopt(self.known())
+            except Trimmed:
+                behind = True  # since just now
+        if behind:
             fresh = load_state(self._store, self._disk_id, self.record, self._pages, self._runtime)
             with self._state_lock:
                 self._state = max(fresh, self._state or fresh, key=lambda tree: tree.seq)
                 self._touched.clear()
                 self._touched_paths = 0
                 self._past.clear()
-        else:
-            self._adopt(state)
         self._listed_s = listed_s
         return boundary
 

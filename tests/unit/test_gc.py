@@ -271,6 +271,21 @@ def test_an_old_handle_of_another_process_finds_the_tail(disk: Disk, store: Stor
     assert min(layout.seq_of_key(key) for key in keys(store, "snap")) >= boundary
 
 
+def test_a_handle_that_looked_just_before_rests_on_nothing_that_goes(disk: Disk, store: Store, clock: Clock) -> None:
+    grow(disk, 5)
+    idle = cold(disk, store, TINY.model_copy(update={"fold_entries": 1 << 30, "page_cache_entries": 1}))
+    idle.branch().refresh()
+    grow(disk, 16, 5)
+    clock.now_s += 31 * DAY_S
+    idle.branch().refresh()
+    assert disk.collect().snaps > 0
+    state = idle.branch().refresh()
+    assert contents(idle, state) == trees(disk, store, "main")["main"]
+    put(idle, "more", b"y")
+    idle.branch().fold()
+    assert contents(idle, idle.branch().known()) == trees(disk, store, "main")["main"]
+
+
 def test_data_that_waited_too_long_is_not_committed(disk: Disk, store: Store, clock: Clock) -> None:
     packer = disk.packer(inline=False)
     refs = packer.add_content(100, reader(b"z" * 100))
