@@ -232,8 +232,9 @@ async def test_bad_checkouts(fo: Fanout, disk: Disk) -> None:
             disk.mount(checkout=["src"], queue_ms=bad)
     with pytest.raises(Invalid, match="queue_ms"):
         disk.mount(queue_ms=5)
-    with pytest.raises(Invalid, match=r"checkout of 'b'.*'a' has one"):
-        await fo.exec("true", disks={"a": disk.mount(checkout=["x"]), "b": disk.mount(checkout=["y"])})
+    for at in (None, 1):
+        with pytest.raises(Invalid, match=r"checkout of 'b'.*'a' has one"):
+            await fo.exec("true", disks={n: disk.mount(checkout=[n], at=at) for n in ("a", "b")})
     assert await disk.locks() == []
 
 

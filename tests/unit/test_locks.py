@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -331,8 +332,8 @@ def test_locks_outlive_a_fold_and_a_cold_start(disk: Disk, store: Store, fold: b
 # -- held: waiting, renewing, giving back ------------------------------------------------------------------------------
 
 
-def hold(branch: Branch, owner: str, *wanted: bytes, wait_s: float = 30.0, runtime: Runtime = system):  # type: ignore[no-untyped-def]
-    return held(branch, owner, wanted, wait_s, runtime)
+def hold(branch: Branch, owner: str, *wanted: bytes, wait_s: float = 30.0) -> AbstractContextManager[str]:
+    return held(branch, owner, wanted, wait_s, branch._runtime)
 
 
 def test_held_and_given_back(disk: Disk) -> None:
@@ -394,7 +395,7 @@ def test_while_it_waits_it_can_be_called_off(disk: Disk) -> None:
             raise RuntimeError("called off")
 
     with hold(disk.branch(), "other", b"src"):
-        waiting = held(disk.branch(), "me", (b"src",), 30.0, system, check)
+        waiting = held(disk.branch(), "me", (b"src",), 30.0, disk.runtime, check)
         with pytest.raises(RuntimeError, match="called off"), waiting:
             pass
         assert len(disk.branch().known().locks) == 1
@@ -436,8 +437,9 @@ def test_crossed_paths_do_not_deadlock(store: Store) -> None:
     assert branch.known().locks == {}
 
 
-def test_first_come_first_served(store: Metered) -> None:
-    """And the line asks the store no more than its first does: a release wakes it."""
+def test_first_come_first_served(store: Metered, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A release wakes the next; nobody looks for it again and again."""
+    monkeypatch.setattr(checkout, "_POLL_S", (300.0, 300.0))
     disk = new_disk(store, system)
     branch = disk.branch()
     served: list[int] = []
@@ -451,7 +453,7 @@ def test_first_come_first_served(store: Metered) -> None:
                 system.sleep(0.001)
         before = store.usage()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert served == list(range(10))
     used = (store.usage() - before).requests
     assert used["create"] == 21, "one to take and one to give back, each"
@@ -475,6 +477,18 @@ def test_who_wants_something_else_does_not_stand_in_line(disk: Disk) -> None:
         with pytest.raises(Busy, match="holder"), hold(branch, "behind", b"src/a", wait_s=0.02):
             pass
     waiting.join()
+
+
+def test_nobody_overtakes_who_came_first(disk: Disk) -> None:
+    """Not even to a lock that is free: the first is about to take it."""
+    branch = disk.branch()
+    with branch.line.join("the-first", (b"src",)):
+        with pytest.raises(Busy, match="the-first is to have it first"), hold(branch, "me", b"src/a", wait_s=0.02):
+            pass
+        with hold(branch, "me", b"other", wait_s=0):
+            pass
+    with hold(branch, "me", b"src/a", wait_s=0):
+        pass
 
 
 def test_a_free_lock_costs_one_request_each_way(store: Metered) -> None:
