@@ -322,3 +322,19 @@ def test_bad_arguments_are_named(disk: Disk, wrong: float) -> None:
         disk.collect(grace_s=wrong)
     with pytest.raises(Invalid, match="keep_history_s"):
         disk.collect(keep_history_s=wrong)
+
+
+def test_on_every_store(any_store: Store) -> None:
+    disk = new_disk(any_store, tuning=TINY)
+    grow(disk, 7)
+    disk.create_checkpoint("cp", disk.branch(), 2)
+    before = trees(disk, any_store, "main", "cp")
+    orphan = layout.pack_key(disk.id, b"\x02" * 16)
+    any_store.put(orphan, b"x")
+    assert disk.collect().freed_bytes == 0
+    collected = disk.collect(0, 0)
+    assert collected.entries > 0
+    assert any_store.head(orphan) is None
+    assert trees(disk, any_store, "main", "cp") == before
+    assert disk.check().problems == []
+    disk.close()
