@@ -9,8 +9,10 @@ from __future__ import annotations
 import hashlib
 import threading
 from bisect import bisect_left
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
 from typing import NamedTuple
 
 import msgspec
@@ -38,6 +40,8 @@ __all__ = ["Difference", "Pages", "State", "classify"]
 Page = tuple[tuple[bytes, Node], ...]
 
 
+#: How many pages are loaded at once where all of a tree is wanted.
+_AHEAD = 8
 #: The root directory of a tree in which nobody ever set it.
 _ROOT = directory()
 
@@ -88,6 +92,19 @@ class Pages:
         if keep:
             self.remember(ref.hash, page)
         return page
+
+    def each(self, refs: Iterable[PageRef]) -> Iterator[Page]:
+        """Yield the entries of all these pages in order, the next ones being loaded in parallel meanwhile."""
+        todo = iter(refs)
+        pool = ThreadPoolExecutor(_AHEAD, "fanout-page")
+        try:
+            ahead: deque[Future[Page]] = deque(pool.submit(self.load, ref) for ref in islice(todo, _AHEAD))
+            while ahead:
+                page = ahead.popleft().result()
+                ahead.extend(pool.submit(self.load, ref) for ref in islice(todo, 1))
+                yield page
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def remember(self, page_hash: bytes, page: Page) -> None:
         """Keep a page that was just written or read."""
@@ -197,11 +214,13 @@ class State:
         at = bisect_left(page, path, key=_path_of)
         return page[at][1] if at < len(page) and page[at][0] == path else None
 
-    def scan(self, start: bytes = b"", end: bytes | None = None) -> Iterator[tuple[bytes, Node]]:
-        """Yield (path, node) for start <= path < end, in byte order."""
+    def scan(
+        self, start: bytes = b"", end: bytes | None = None, *, whole: bool = False
+    ) -> Iterator[tuple[bytes, Node]]:
+        """Yield (path, node) for start <= path < end, in byte order. `whole` as for `below`."""
         changed = self._changed(start, end)
         path = next(changed, None)
-        for item in self._scan_folded(start, end):
+        for item in self._scan_folded(start, end, whole):
             while path is not None and path < item[0]:
                 node = self.changes[path][1]
                 if node is not None:
@@ -220,12 +239,15 @@ class State:
                 yield path, node
             path = next(changed, None)
 
-    def below(self, path: bytes) -> Iterator[tuple[bytes, Node]]:
-        """Yield everything below the directory `path` (all but the root itself for b""), in byte order."""
+    def below(self, path: bytes, *, whole: bool = False) -> Iterator[tuple[bytes, Node]]:
+        """Yield everything below the directory `path` (all but the root itself for b""), in byte order.
+
+        `whole` says that the caller will read to the end: pages are then loaded ahead, several at once.
+        """
         if not path:
-            yield from self.scan(b"\x01")
+            yield from self.scan(b"\x01", whole=whole)
         else:
-            yield from self.scan(path + b"/", subtree_end(path))
+            yield from self.scan(path + b"/", subtree_end(path), whole=whole)
 
     def children(self, path: bytes, start_after: bytes = b"") -> Iterator[tuple[bytes, Node]]:
         """Yield (name, node) of one directory's own entries, in byte order of names, skipping what lies deeper."""
@@ -273,21 +295,22 @@ class State:
             yield order[at]
             at += 1
 
-    def _scan_folded(self, start: bytes, end: bytes | None) -> Iterator[tuple[bytes, Node]]:
-        pages = self.snap.pages
-        if not pages:
-            return
-        index = page_index(pages, start)
-        while index < len(pages):
-            if end is not None and pages[index].first >= end:
-                return
-            page = self.pages.load(pages[index])
+    def _scan_folded(self, start: bytes, end: bytes | None, whole: bool) -> Iterator[tuple[bytes, Node]]:
+        refs = self._page_refs(start, end)
+        for page in self.pages.each(refs) if whole else map(self.pages.load, refs):
             at = bisect_left(page, start, key=_path_of)
             for item in page[at:]:
                 if end is not None and item[0] >= end:
                     return
                 yield item
-            index += 1
+
+    def _page_refs(self, start: bytes, end: bytes | None) -> Iterator[PageRef]:
+        """Yield the pages that may hold a path of start <= path < end."""
+        pages = self.snap.pages
+        for index in range(page_index(pages, start), len(pages)):
+            if end is not None and pages[index].first >= end:
+                return
+            yield pages[index]
 
 
 def _path_of(item: tuple[bytes, Node]) -> bytes:

@@ -188,7 +188,7 @@ class _Upload:
     def _node(self, found: os.stat_result, content: Content, link: bytes) -> Node:
         return Node(
             FILE, stat.S_IMODE(found.st_mode), found.st_mtime_ns, content.size, content.data,
-            *self._owners(found), link=link, xattrs=content.xattrs,
+            *self._owners(found), link=link, xattrs=content.xattrs, digest=content.digest,
         )  # fmt: skip
 
     def _directory(self, found: os.stat_result, fd: int) -> Node:
@@ -226,7 +226,8 @@ def download(
         if node.kind == DIR:
             os.makedirs(name, exist_ok=True)
             cut = len(path) + 1 if path else 0
-            entries: Iterator[tuple[bytes, Node]] = ((below[cut:], each) for below, each in state.below(path))
+            found = state.below(path, whole=True)
+            entries: Iterator[tuple[bytes, Node]] = ((below[cut:], each) for below, each in found)
             _write(name, node, entries, reader, state, progress)
             return
         if os.path.isdir(name):

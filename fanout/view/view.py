@@ -204,7 +204,7 @@ def _lease_base(cache: HostCache, reader: Reader, base: Known, disk_id: str, sco
         if root is None or root.kind != DIR:
             root = _root(state, b"")  # the directory came later: an empty base
         cut = len(scope) + 1 if scope else 0
-        entries = ((path[cut:], node) for path, node in state.below(scope))
+        entries = ((path[cut:], node) for path, node in state.below(scope, whole=True))
         return materialise(root_fd, root, entries, reader, state.blob_bytes()).space_bytes
 
     lease = cache.lease("base", _base_id(base.identity, scope), build)
