@@ -72,7 +72,6 @@ class ApiMachine(RuleBasedStateMachine):
         self.models: dict[str, Model] = {"main": {}, "side": {}}
         self.marks: dict[str, Model] = {}
         self.execs = 0
-        self.sure: dict[str, int] = {"main": 0, "side": 0}  # commits that are certain
 
     def connect(self, store: Store, name: str) -> Any:
         return self.stack.enter_context(
@@ -120,20 +119,31 @@ class ApiMachine(RuleBasedStateMachine):
         result: Model = self.portal.call(look)
         return result
 
+    def commits(self) -> int:
+        """How many commits the logs of all branches hold."""
+        keys = [meta.key for meta in self.store.list(f"disks/{self.core.id}/log/")]
+        return sum(len(decode_entry(self.store.get(key), key).commits) for key in keys)
+
     def change(self, branch: str, wanted: Model, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """Make a call that takes the branch's model to `wanted`; returns the result, or the error that ended it."""
-        before = self.models[branch]
+        before, commits = self.models[branch], self.commits()
         try:
             result = self.call(function, *arguments, **named)
         except Unknown as error:
+            assert self.commits() - commits in (0, 1)
             found = self.found(branch)
             assert found in (before, wanted), "something else than all or nothing"
             self.models[branch] = found
             return error
         except FanoutError as error:
-            return error  # nothing has happened: the invariant looks
-        self.models[branch] = wanted
-        return result
+            refused = error
+        else:
+            assert self.commits() - commits in (0, 1), "committed twice"
+            assert wanted == before or self.commits() > commits
+            self.models[branch] = wanted
+            return result
+        assert self.commits() == commits, f"{refused}, and yet something was committed"
+        return refused
 
     # -- objects ---------------------------------------------------------------------------------------------------
 
@@ -219,7 +229,7 @@ class ApiMachine(RuleBasedStateMachine):
                 run = getattr(event, "run", run)
             return run
 
-        base = dict(model)
+        base, commits = dict(model), self.commits()
         try:
             outcome = self.portal.call(go)
         except (Unavailable, Unknown) as error:
@@ -229,6 +239,7 @@ class ApiMachine(RuleBasedStateMachine):
             base.update({**dict.fromkeys(parents(path)), path: data})
         written: Model = {**base, **dict.fromkeys(parents(path)), path: b"mine\n", mine: b"mine\n"}
         found = self.found("main")
+        assert self.commits() - commits <= 1 + rivalled, "committed twice"
         if isinstance(outcome, FanoutError):
             if isinstance(outcome, Unknown) and found != base:
                 assert found[mine] == b"mine\n"
