@@ -1,7 +1,8 @@
 """The bubblewrap engine: Linux namespaces, no daemon, no root needed.
 
 Owns what a sandbox is made of, as bwrap's options, and the start of one. The running process is `process.py`, the
-thread that starts it and its overlay mounts `namespace.py`, the visible system `rootfs.py`, limits `limits.py`.
+process that starts it and its overlay mounts `spawner.py` (asked through `spawning.py`), the visible system
+`rootfs.py`, limits `limits.py`.
 
 Two tiers for writable mounts. As root (`overlay="kernel"`) we mount overlayfs in a private mount namespace, with
 redirect_dir, index, xino and volatile, and bwrap binds it. Else (`overlay="bwrap"`) bwrap mounts it in its user
@@ -14,9 +15,7 @@ from __future__ import annotations
 import os
 import re
 import resource
-import select
 import shutil
-import signal
 import subprocess
 import threading
 from collections.abc import Sequence
@@ -25,8 +24,9 @@ from typing import Literal
 
 from fanout.engine import hints, limits, rootfs
 from fanout.engine.base import Engine, Limits, Mount, Process, Spec, check_spec
-from fanout.engine.namespace import Child, Spawner, end_monitor
-from fanout.engine.process import Pipes, SandboxProcess, collect_init, raise_setup_failure
+from fanout.engine.process import Pipes, SandboxProcess, raise_setup_failure
+from fanout.engine.spawner import ARGS, BLOCK, STATUS
+from fanout.engine.spawning import Child, Spawner, SpawnerGone, Started, memory_file
 from fanout.errors import EngineUnavailable, Invalid
 from fanout.runtime import Runtime, system
 
@@ -49,9 +49,6 @@ TMPFS_BYTES = 4 * 1024**3
 #: bwrap refuses more arguments than 9,000; the rest is for what we pass ourselves.
 MAX_WORDS = 8500
 
-#: How long bwrap may take from its start to a first sign of life.
-SETUP_S = 60.0
-
 MIN_VERSION = (0, 11)
 
 
@@ -63,10 +60,8 @@ class BubblewrapEngine(Engine):
     "kernel" where this process may mount. `cgroup` is a cgroup v2 directory delegated to us, without processes of
     its own, to hold one cgroup an exec; without one a delegation by systemd is found by itself, else rlimits and
     CPU affinity are used. `nested` allows user namespaces inside, which sandboxes within the sandbox need.
-    `reaper` makes this process collect its orphaned descendants (PR_SET_CHILD_SUBREAPER) until `close`: exact CPU
-    time and peak memory, and no zombies in a container without a proper init. The price: orphans of this process's
-    other children fall to it as well, and stay zombies until it ends. Without it CPU time is read just before the
-    init is gone, in steps of 10 ms, and peak memory is unknown (0).
+    Sandboxes are children of one small process of the engine's own, started with the first of them and ended by
+    `close`. Where that process is killed, running commands end as "killed" and the next start makes another.
 
     Raises `Invalid` for paths that do not exist. What this host cannot do shows in `probe` or the first `start`.
     """
@@ -81,7 +76,6 @@ class BubblewrapEngine(Engine):
         overlay: Overlay = "auto",
         cgroup: Path | None = None,
         nested: bool = False,
-        reaper: bool = True,
         runtime: Runtime = system,
     ) -> None:
         if root is not None and not root.is_dir():
@@ -94,11 +88,11 @@ class BubblewrapEngine(Engine):
         self._overlay = overlay
         self._cgroup = cgroup
         self._nested = nested
-        self._reaper = reaper
         self._runtime = runtime
         self._lock = threading.Lock()
         self._host: _Host | None = None
         self._running: set[SandboxProcess] = set()
+        self._owner = os.getpid()
         self._closed = False
         self._probed = False
 
@@ -123,19 +117,20 @@ class BubblewrapEngine(Engine):
         for mount in spec.mounts:
             _check_directories(mount)
         host = self._ready()
-        pipes, child_ends = _open_pipes(bool(spec.stdin))
+        spawner = host.spawner
         try:
-            return self._launch(host, spec, pipes, child_ends)
-        except BaseException:
-            pipes.close()
-            raise
-        finally:
-            for fd in child_ends:
-                if fd >= 0:
-                    os.close(fd)
+            return self._launch(host, spawner, spec)
+        except SpawnerGone:
+            if self._closed:
+                raise EngineUnavailable("the engine is closed") from None
+            for mount in spec.mounts:
+                if mount.work is not None and os.listdir(mount.work):
+                    raise  # it was mounted, and can be only once
+            return self._launch(host, host.another_spawner(spawner), spec)
 
     def close(self) -> None:
         """See `Engine.close`."""
+        self._leave_parent()
         with self._lock:
             self._closed = True
             running, host, self._host = list(self._running), self._host, None
@@ -143,63 +138,56 @@ class BubblewrapEngine(Engine):
             process.kill()
         if host is not None:
             host.close()
-            if self._reaper:
-                limits.orphans.release()
 
-    def _launch(self, host: _Host, spec: Spec, pipes: Pipes, child_ends: list[int]) -> SandboxProcess:
-        stdin, stdout, stderr, status, block = child_ends
-        overlays = [(host.spawner.mount_point(), m) for m in spec.mounts if host.needs_mount(m)]
+    def _launch(self, host: _Host, spawner: Spawner, spec: Spec) -> SandboxProcess:
+        overlays = [(spawner.mount_point(), m) for m in spec.mounts if host.needs_mount(m)]
         options = self._options(host, spec, {id(m): point for point, m in overlays})
-        args_fd = _memory_file(options)
-        child_ends.append(args_fd)
-        argv = [host.bwrap, "--args", str(args_fd), "--json-status-fd", str(status), "--block-fd", str(block), "--"]
-        monitor = host.spawner.spawn(
-            Child([*argv, *spec.argv], stdin, stdout, stderr, (args_fd, status, block), overlays)
-        )
-        while child_ends:  # our copies must not keep the pipes open
-            if (fd := child_ends.pop()) >= 0:
-                os.close(fd)
+        pipes, child_ends = _open_pipes(bool(spec.stdin))
         try:
-            init = _init_pid(pipes.status)
+            child_ends.append(memory_file(os.fsencode("\0".join(options) + "\0")))
+            stdin, stdout, stderr, args = child_ends
+            argv = [host.bwrap, "--args", ARGS, "--json-status-fd", STATUS, "--block-fd", BLOCK, "--"]
+            child = Child([*map(str, argv), *spec.argv], stdin, stdout, stderr, args, overlays)
+            started = spawner.start(child, child_ends)
+            if started is None:
+                raise_setup_failure(spec, _read_all(pipes.stderr))
+            return self._adopt(host, spawner, spec, pipes, started)
+        except OSError as error:
+            pipes.close()
+            raise EngineUnavailable(f"cannot start a sandbox: {error}") from error
         except BaseException:
-            end_monitor(monitor)
+            pipes.close()
             raise
         finally:
-            host.spawner.detach([point for point, _ in overlays])
-        if init is None:
-            end_monitor(monitor)
-            raise_setup_failure(spec, _read_all(pipes.stderr))
-        return self._adopt(host, spec, pipes, monitor, init)
+            for fd in child_ends:
+                os.close(fd)
 
-    def _adopt(self, host: _Host, spec: Spec, pipes: Pipes, monitor: int, init: int) -> SandboxProcess:
+    def _adopt(self, host: _Host, spawner: Spawner, spec: Spec, pipes: Pipes, started: Started) -> SandboxProcess:
         """Take hold of a sandbox that is being built, limit it, and let it go on to the command."""
-        try:
-            init_fd = os.pidfd_open(init)
-        except ProcessLookupError:
-            end_monitor(monitor)
-            raise_setup_failure(spec, _read_all(pipes.stderr))
+        pipes.status, pipes.started = started.status, started.block
+        os.set_blocking(started.status, False)
         cgroup = None
         try:
-            cgroup = host.limit(init, spec.limits)
-            process = SandboxProcess(
-                spec,
-                pipes,
-                monitor=monitor,
-                init=init,
-                init_fd=init_fd,
-                cgroup=cgroup,
-                runtime=self._runtime,
-                released=self._running.discard,
-            )
+            cgroup = host.limit(started.init, spec.limits)
             with self._lock:
                 if self._closed:
                     raise EngineUnavailable("the engine is closed")
+                pipes.end = started.reply.detach()
+                process = SandboxProcess(
+                    spec,
+                    pipes,
+                    spawner=spawner,
+                    monitor=started.monitor,
+                    init=started.init,
+                    init_fd=started.init_fd,
+                    cgroup=cgroup,
+                    runtime=self._runtime,
+                    released=self._running.discard,
+                )
                 self._running.add(process)
         except BaseException:
-            signal.pidfd_send_signal(init_fd, signal.SIGKILL)
-            end_monitor(monitor)
-            collect_init(init, init_fd)
-            os.close(init_fd)
+            spawner.abandon(started.reply)
+            os.close(started.init_fd)
             if cgroup is not None:
                 cgroup.remove()
             raise
@@ -224,16 +212,24 @@ class BubblewrapEngine(Engine):
             raise Invalid(f"{len(spec.argv)} arguments and {len(spec.env)} variables are too many for this engine")
         return options
 
+    def _leave_parent(self) -> None:
+        """In a forked child: the host, its spawner and all processes are the parent's."""
+        if self._owner == os.getpid():
+            return
+        self._owner, self._lock = os.getpid(), threading.Lock()
+        self._running = set()
+        if self._host is not None:
+            self._host.spawner.forget()
+            self._host = None
+
     def _ready(self) -> _Host:
+        self._leave_parent()
         with self._lock:
             if self._closed:
                 raise EngineUnavailable("the engine is closed")
-            if self._host is None or self._host.pid != os.getpid():  # a forked child has no spawner, nor processes
-                self._running.clear()
+            if self._host is None:
                 parent = self._cgroup
                 self._host = _Host(self._root, self._host_paths, self._overlay, parent, nested=self._nested)
-                if self._reaper:
-                    limits.orphans.hold()
             return self._host
 
 
@@ -249,13 +245,14 @@ class _Host:
         *,
         nested: bool,
     ) -> None:
-        self.pid = os.getpid()
         self.bwrap = find_bwrap()
         self.etc = None if root is not None and (root / "etc").is_dir() else rootfs.Etc()
         self.spawner = _spawner(overlay)
         self.kernel_overlay = self.spawner.private_mounts
         self.cgroups = _cgroups(cgroup)
         self._turn = 0
+        self._lock = threading.Lock()
+        self._closed = False
         self.options = [
             *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"),
             *("--unshare-cgroup-try", "--die-with-parent", "--new-session", "--hostname", "fanout"),
@@ -285,8 +282,20 @@ class _Host:
             raise EngineUnavailable(f"cannot limit a sandbox: {error}") from error
         return group
 
+    def another_spawner(self, dead: Spawner) -> Spawner:
+        """Return a spawner in place of a dead one, the same for all who ask."""
+        with self._lock:
+            if self._closed:
+                raise EngineUnavailable("the engine is closed")
+            if self.spawner is dead:
+                dead.close()
+                self.spawner = Spawner(private_mounts=self.kernel_overlay)
+            return self.spawner
+
     def close(self) -> None:
-        self.spawner.close()
+        with self._lock:
+            self._closed = True
+            self.spawner.close()
         if self.etc is not None:
             self.etc.close()
 
@@ -364,10 +373,10 @@ def _check_directories(mount: Mount) -> None:
 
 
 def _open_pipes(with_stdin: bool) -> tuple[Pipes, list[int]]:
-    """Open what connects us to a sandbox: our ends, then its ends (stdin, stdout, stderr, status, block)."""
+    """Open what connects us to a sandbox: our ends, then its ends (stdin, stdout, stderr)."""
     opened: list[int] = []
     try:
-        for _ in range(4 + with_stdin):
+        for _ in range(2 + with_stdin):
             opened += os.pipe2(os.O_CLOEXEC)
         if not with_stdin:
             opened += (os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC), -1)
@@ -375,37 +384,11 @@ def _open_pipes(with_stdin: bool) -> tuple[Pipes, list[int]]:
         for fd in opened:
             os.close(fd)
         raise EngineUnavailable(f"cannot start a sandbox: {error}") from error
-    out_r, out_w, err_r, err_w, status_r, status_w, block_r, block_w, in_r, in_w = opened
-    for fd in (out_r, err_r, status_r, in_w):
+    out_r, out_w, err_r, err_w, in_r, in_w = opened
+    for fd in (out_r, err_r, in_w):
         if fd >= 0:
             os.set_blocking(fd, False)
-    return Pipes(out_r, err_r, in_w, status_r, block_w), [in_r, out_w, err_w, status_w, block_r]
-
-
-def _memory_file(options: Sequence[str]) -> int:
-    """Return a file of NUL-terminated options: not for everybody's eyes in `ps`, nor limited by the kernel."""
-    fd = os.memfd_create("fanout-bwrap", os.MFD_CLOEXEC)
-    data = memoryview(os.fsencode("\0".join(options) + "\0"))
-    while data:
-        data = data[os.write(fd, data) :]
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
-
-
-def _init_pid(status: int) -> int | None:
-    """Read the first line of bwrap's status: the pid of the sandbox's init; None if bwrap ended without one."""
-    text = b""
-    poll = select.poll()
-    poll.register(status, select.POLLIN)
-    while b"\n" not in text:
-        if not poll.poll(SETUP_S * 1000):
-            raise EngineUnavailable(f"bwrap made no sandbox within {SETUP_S:.0f} s")
-        chunk = os.read(status, 4096)
-        if not chunk:
-            return None
-        text += chunk
-    found = re.search(rb'"child-pid": (\d+)', text)
-    return int(found[1]) if found else None
+    return Pipes(out_r, err_r, in_w), [in_r, out_w, err_w]
 
 
 def _read_all(fd: int) -> bytes:

@@ -9,18 +9,16 @@ was written on have no cgroup v2 with a memory controller.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 import os
 import resource
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
 from fanout.engine.base import Limits
 
-__all__ = ["Cgroup", "Cgroups", "apply_rlimits", "delegated_parent", "orphans"]
+__all__ = ["Cgroup", "Cgroups", "apply_rlimits", "delegated_parent"]
 
 #: Open files of a command: many programs close all possible descriptors one by one, so "unlimited" is a trap.
 OPEN_FILES = 65536
@@ -29,10 +27,6 @@ OPEN_FILES = 65536
 PIDS_MAX = 32768
 
 PERIOD_US = 100_000
-
-PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
-
-_libc = ctypes.CDLL(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,43 +155,6 @@ def chosen_cpus(available: list[int], cpus: float, turn: int) -> list[int]:
     """Return `cpus` (rounded up) of the available CPUs, starting at another one each turn."""
     count = min(len(available), math.ceil(cpus))
     return sorted(available[(turn * count + i) % len(available)] for i in range(count))
-
-
-class OrphanCollector:
-    """While held by anybody, orphaned descendants of this process become its children (PR_SET_CHILD_SUBREAPER).
-
-    The init of a sandbox is always an orphan at its end. As our child it can be collected at once, with exact CPU
-    time and peak memory, and leaves no zombie where the host's init collects late or never (a container's pid 1).
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._holders = 0
-        self._was_set = False
-
-    def hold(self) -> None:
-        """Begin, or go on."""
-        with self._lock:
-            if self._holders == 0:
-                self._was_set = _child_subreaper()
-            self._holders += 1
-            _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-    def release(self) -> None:
-        """Undo one `hold`; the last one leaves the process as it was."""
-        with self._lock:
-            self._holders -= 1
-            if self._holders == 0 and not self._was_set:
-                _libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-
-
-orphans = OrphanCollector()
-
-
-def _child_subreaper() -> bool:
-    value = ctypes.c_int()
-    _libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(value), 0, 0, 0)
-    return bool(value.value)
 
 
 def _set(path: Path, value: str) -> None:

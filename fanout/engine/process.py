@@ -2,10 +2,11 @@
 
 Owns the file descriptors of a started bwrap. Knows nothing of bwrap's options, mounts or cgroup files.
 
-Who is who: the *monitor* is bwrap as we started it, our child; the *init* is pid 1 of the sandbox's pid namespace,
-the monitor's child; the *leader* is the command. The leader ends, the init tells the monitor, the monitor writes
-`{"exit-code": n}` to the status pipe and ends, and with it, by the parent-death signal, the init and everything
-else. A pidfd of the init becomes readable only when its whole namespace is dead: that is what `wait` waits for.
+Who is who: the *monitor* is bwrap as the spawner started it, its child; the *init* is pid 1 of the sandbox's pid
+namespace, the monitor's child; the *leader* is the command. The leader ends, the init tells the monitor, the monitor
+writes `{"exit-code": n}` to the status pipe and ends; the spawner then kills the init, and with it all that is left.
+An init can be collected only when its whole namespace is dead: then the spawner says so, and that is what `wait` waits
+for. Where the spawner itself dies, the monitors die with it (bwrap's parent-death signal), and their inits.
 
 How the command's own failure and bwrap's are told apart: bwrap writes the exit code to the status pipe only when
 the command was executed, and that pipe is closed inside the sandbox. Without an exit code nothing of the command
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import select
 import signal
 import threading
@@ -26,10 +26,11 @@ from typing import Literal, NoReturn
 
 from fanout.engine.base import Exit, Process, Sink, Spec
 from fanout.engine.limits import Cgroup
+from fanout.engine.spawning import Ending, Spawner, read_ending
 from fanout.errors import EngineUnavailable, Invalid
 from fanout.runtime import Runtime
 
-__all__ = ["Pipes", "SandboxProcess", "collect_init", "raise_setup_failure"]
+__all__ = ["Pipes", "SandboxProcess", "raise_setup_failure"]
 
 CHUNK_BYTES = 64 * 1024
 
@@ -55,17 +56,21 @@ Status = Literal["completed", "timed_out", "killed", "oom"]
 
 @dataclass(slots=True)
 class Pipes:
-    """Our ends of a sandbox's pipes; -1 where closed. `started` breaks when the sandbox is built (see `wait`)."""
+    """Our ends of a sandbox's pipes; -1 where closed. `started` breaks when the sandbox is built (see `wait`).
+
+    `end` is where the spawner tells how it ended.
+    """
 
     stdout: int
     stderr: int
     stdin: int
-    status: int
-    started: int
+    status: int = -1
+    started: int = -1
+    end: int = -1
 
     def close(self) -> None:
         """Close what is open."""
-        for name in ("stdout", "stderr", "stdin", "status", "started"):
+        for name in ("stdout", "stderr", "stdin", "status", "started", "end"):
             self.close_one(name)
 
     def close_one(self, name: str) -> None:
@@ -84,6 +89,7 @@ class SandboxProcess(Process):
         spec: Spec,
         pipes: Pipes,
         *,
+        spawner: Spawner,
         monitor: int,
         init: int,
         init_fd: int,
@@ -93,8 +99,8 @@ class SandboxProcess(Process):
     ) -> None:
         self._spec = spec
         self._pipes = pipes
+        self._spawner = spawner
         self._monitor = monitor
-        self._monitor_fd = os.pidfd_open(monitor)
         self._init = init
         self._init_fd = init_fd
         self._signalling = threading.Lock()  # held to use or close init_fd: its number is soon another sandbox's
@@ -109,7 +115,9 @@ class SandboxProcess(Process):
         self._started_s = runtime.monotonic()
         self._ended_s: float | None = None
         self._killed_s: float | None = None
-        self._cpu_ticks = 0
+        self._ending: Ending | None = None
+        self._orphaned = False  # the spawner is dead
+        self._dead = False
 
     def kill(self) -> None:
         """Kill the sandbox. Safe from any thread, also after its end."""
@@ -145,17 +153,18 @@ class SandboxProcess(Process):
                     failure = failure or error
                     deliver = _discard
                     self._end("killed")
-            monitor_status, cpu_s, rss = self._reap()
+            ending = self._ending or Ending(signal.SIGKILL, 0, 0)
             if failure is None:
-                self._settle(monitor_status, sink)
+                self._settle(ending.status, sink)
+            exit = self._exit(ending)
         finally:
             self._close()
         if failure is not None:
             raise failure
-        return self._exit(monitor_status, cpu_s, rss)
+        return exit
 
     def _pump(self, sink: Sink) -> None:
-        """Move bytes until the monitor and the whole namespace are dead, then take what is left in the pipes."""
+        """Move bytes until every process of the sandbox is dead, then take what is left in the pipes."""
         poll = select.poll()
         handlers: dict[int, Callable[[], bool]] = {}
 
@@ -170,18 +179,15 @@ class SandboxProcess(Process):
         watch(pipes.stdin, select.POLLOUT, self._feed)
         watch(pipes.status, select.POLLIN, self._read_status)
         watch(pipes.started, 0, self._mark_start)
-        dead = {self._monitor_fd: False, self._init_fd: False}
-        for fd in dead:
-            poll.register(fd, select.POLLIN)
-        while not all(dead.values()):
+        watch(pipes.end, select.POLLIN, self._read_end)
+        watch(self._spawner.pidfd, select.POLLIN, self._read_end)
+        while not self._dead:
             for fd, _ in poll.poll(self._patience_ms()):
-                if fd in dead:
-                    dead[fd] = True
-                    poll.unregister(fd)
-                    self._kill_init()  # a monitor's death must be the end of all, whatever became of the init
-                elif not handlers[fd]():
+                if fd in handlers and not handlers[fd]():
                     poll.unregister(fd)
                     del handlers[fd]
+            if self._orphaned and self._init_fd not in handlers:
+                watch(self._init_fd, select.POLLIN, self._mark_dead)
         streams: tuple[Literal["stdout", "stderr"], ...] = ("stdout", "stderr")
         for name in streams:
             for _ in range(LEFT_CHUNKS):
@@ -260,24 +266,24 @@ class SandboxProcess(Process):
             if code is not None:
                 self._exit_code = code
                 self._ended_s = self._runtime.monotonic()
-                self._cpu_ticks = _cpu_ticks(self._init)
         return True
 
-    def _reap(self) -> tuple[int, float, int]:
-        """Collect the monitor (and the init, if it fell to us): wait status, CPU seconds and peak bytes."""
-        status, cpu_s, rss = 0, self._cpu_ticks / os.sysconf("SC_CLK_TCK"), 0
-        try:
-            _, status, used = os.wait4(self._monitor, 0)
-            # A monitor that outlived its init collected it, and with it the usage of all the sandbox.
-            if used.ru_utime + used.ru_stime > cpu_s and self._ended_by is not None:
-                cpu_s, rss = used.ru_utime + used.ru_stime, used.ru_maxrss * 1024
-        except ChildProcessError:
-            pass  # this program collects every child (SIGCHLD ignored, or waitpid(-1))
-        if (whole := collect_init(self._init, self._init_fd)) is not None:
-            cpu_s, rss = whole.ru_utime + whole.ru_stime, whole.ru_maxrss * 1024
-        if self._cgroup is not None and (counted := self._cgroup.usage()) is not None:
-            cpu_s, rss = counted
-        return status, cpu_s, rss
+    def _read_end(self) -> bool:
+        """Learn how all ended, from the spawner, or that there is no spawner any more."""
+        if self._dead:
+            return False
+        self._ending = read_ending(self._pipes.end)
+        if self._ending is not None:
+            self._dead = True
+        else:
+            self._spawner.close()
+            self._end("killed")
+            self._orphaned = True
+        return False
+
+    def _mark_dead(self) -> bool:
+        self._dead = True
+        return False
 
     def _settle(self, monitor_status: int, sink: Sink) -> None:
         """Deliver the stderr that was held back, or raise what bwrap said if the command never ran."""
@@ -293,11 +299,14 @@ class SandboxProcess(Process):
         self._exit_code, message = missing
         sink("stderr", message)
 
-    def _exit(self, monitor_status: int, cpu_s: float, rss: int) -> Exit:
+    def _exit(self, ending: Ending) -> Exit:
+        usage = (ending.cpu_s, ending.max_rss_bytes)
+        if self._cgroup is not None:
+            usage = self._cgroup.usage() or usage
         status: Status = self._ended_by or "completed"
         if self._cgroup is not None and self._cgroup.oom():
             status = "oom"
-        elif self._exit_code is None and os.WIFSIGNALED(monitor_status):
+        elif self._exit_code is None and os.WIFSIGNALED(ending.status):
             status = self._ended_by or "killed"
         elif self._exit_code not in (None, KILLED):
             status = "completed"  # it had ended by itself when the kill came
@@ -306,13 +315,12 @@ class SandboxProcess(Process):
             exit_code=self._exit_code if status == "completed" else None,
             started_s=self._started_s,
             ended_s=max(self._started_s, self._ended_s or self._runtime.monotonic()),
-            cpu_s=cpu_s,
-            max_rss_bytes=rss,
+            cpu_s=usage[0],
+            max_rss_bytes=usage[1],
         )
 
     def _close(self) -> None:
         self._pipes.close()
-        os.close(self._monitor_fd)
         with self._signalling:
             os.close(self._init_fd)
             self._init_fd = -1
@@ -327,18 +335,6 @@ class _Immortal(EngineUnavailable):
 
 def _discard(stream: str, chunk: bytes) -> None:
     """Take output that nobody wants any more."""
-
-
-def collect_init(init: int, init_fd: int) -> resource.struct_rusage | None:
-    """Wait for a dying init and collect it, if it fell to us; return the usage of all its sandbox.
-
-    None where the monitor collected it, or it fell to somebody else (an engine that is no reaper).
-    """
-    try:
-        os.waitid(os.P_PIDFD, init_fd, os.WEXITED | os.WNOWAIT)
-        return os.wait4(init, 0)[2]
-    except ChildProcessError:
-        return None
 
 
 def _exec_failure(spec: Spec, said: bytes) -> tuple[int, bytes] | None:
@@ -358,17 +354,3 @@ def raise_setup_failure(spec: Spec, said: bytes) -> NoReturn:
         raise Invalid.argument("cwd", spec.cwd, said[len(start) :].decode(errors="replace").strip())
     message = said.decode(errors="replace").removeprefix("bwrap: ").strip() or "bwrap ended without a word"
     raise EngineUnavailable(f"the sandbox could not be made: {message}")
-
-
-def _cpu_ticks(pid: int) -> int:
-    """Return the CPU ticks of a process and of its dead children; 0 where it is gone.
-
-    Read when the command has just ended and the init has collected it: as good as it gets without a cgroup for an
-    init that will not be ours to collect.
-    """
-    try:
-        with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
-            fields = file.read(4096).rpartition(b")")[2].split()
-    except OSError:
-        return 0
-    return sum(int(ticks) for ticks in fields[11:15])

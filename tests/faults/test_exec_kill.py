@@ -44,10 +44,6 @@ def mounts() -> list[str]:
     return [line for line in Path("/proc/self/mounts").read_text().splitlines() if "overlay" in line]
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="a sandbox that is being built when its host is killed lives on: bwrap binds itself to its parent too late",
-)
 @pytest.mark.parametrize("round_number", range(4))
 def test_killed_at_any_moment(round_number: int, tmp_path: Path) -> None:
     seed = int.from_bytes(os.urandom(4), "big")

@@ -1,0 +1,546 @@
+"""The process that starts an engine's sandboxes: their parent, their mount namespace, and their end.
+
+Owns the children, overlayfs mounts and the private mount namespace they are made in. Knows nothing of bwrap's
+options, limits or pipes' contents. `spawning.py` is its other side. This file is run by its path, isolated and
+without site packages, so it imports the standard library only.
+
+Why a process of its own: (1) bwrap binds its life to its parent's only some time after it was started; a parent that
+outlives fanout, and knows every child, kills what was still being built. (2) A sandbox's init is an orphan at its
+end, and only a child subreaper can collect it with its exact usage; that is no thing to make of somebody's program.
+(3) As root the process unshares its mount namespace, so that what it mounts is seen by the sandboxes it starts and by
+nobody else, and is gone with it even after kill -9.
+
+One thread, one epoll loop. On the link (SOCK_SEQPACKET) it receives requests and says once that it is ready; each
+request brings a socket of its own, on which follow either `failed`, or `up` with descriptors and then `end`. The other
+side shutting that socket means: kill. The link's end, or the death of the process at its other end, means: kill all.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import errno
+import fcntl
+import marshal
+import os
+import re
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+__all__ = ["INLINE_BYTES", "OPEN_FILES", "WANTED_OPTIONS", "overlay_options"]
+
+CLONE_FS, CLONE_NEWNS = 0x200, 0x20000
+MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x4000, 0x40000
+MNT_DETACH = 0x2
+PR_SET_CHILD_SUBREAPER = 36
+
+#: Options of a writable overlay, each dropped alone where the kernel refuses it. redirect_dir makes renaming a
+#: lower directory one entry, index keeps hard links whole, volatile spares a sync of the whole file system at the
+#: end of each exec. metacopy must be off: a diff needs the data of every changed file in the upper layer.
+WANTED_OPTIONS = ("metacopy=off", "redirect_dir=on", "index=on", "xino=auto", "volatile")
+
+#: Where the private namespace keeps its mount points. It exists wherever sysfs is, and no layer can lie in it.
+MOUNT_ROOT = "/sys/fs"
+
+#: How long, and how often, a mount is tried again whose layers are still those of another: a sandbox copies all
+#: that is mounted while it is built. Others are started meanwhile.
+BUSY_S, AGAIN_S = 1.0, 0.01
+
+#: Requests that are larger come in a memory file.
+INLINE_BYTES = 64 * 1024
+
+#: Open files of this process: each sandbox takes four, and five more while it is started.
+OPEN_FILES = 65536
+
+#: Descriptors of a child: its streams, bwrap's arguments, its status, and what holds it until it is released.
+ARGS, STATUS, BLOCK = 3, 4, 5
+
+#: Received descriptors are above this, so that none is in the way of a child's.
+RESERVED = 10
+
+#: How often the last children are looked for while there are any.
+SWEEP_S = 0.05
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+#: A mount of a request: mount point, lowers, upper and work (both b"" if read-only).
+Overlay = tuple[bytes, tuple[bytes, ...], bytes, bytes]
+
+
+class Sandbox:
+    """One request and what became of it; descriptors are -1 where closed."""
+
+    __slots__ = (
+        *("argv", "ended", "hold", "init", "init_fd", "monitor", "mounted", "overlays", "reply", "status"),
+        *("said", "streams", "tried_until_s", "usage", "why"),
+    )
+
+    def __init__(
+        self, reply: socket.socket, streams: list[int], argv: tuple[bytes, ...], overlays: Sequence[Overlay]
+    ) -> None:
+        self.reply = reply
+        self.streams = streams  # stdin, stdout, stderr, arguments; closed once the monitor has them
+        self.argv = argv
+        self.overlays = overlays
+        self.mounted = 0  # so many of the overlays, and not yet detached
+        self.tried_until_s = time.monotonic() + BUSY_S
+        self.monitor = 0
+        self.status = -1  # until the monitor has said what its init is
+        self.hold = -1  # the writing end of what holds the init: without it, fanout's death would let it go on
+        self.init = 0
+        self.init_fd = -1
+        self.ended: tuple[int, float, int] | None = None  # the monitor: wait status, CPU seconds, peak bytes
+        self.usage: tuple[float, int] | None = None  # the init with all that was in it, if it fell to us
+        self.said = b""  # the monitor, of its init
+        self.why = ""  # it was not made, where bwrap's own words do not tell
+
+
+class Ended(Exception):
+    """There is nobody any more to start sandboxes for."""
+
+
+class Spawner:
+    """Serves one link until it ends; then kills whatever it started."""
+
+    def __init__(self, link: socket.socket, parent: int, options: tuple[str, ...]) -> None:
+        self.link = link
+        self.options = options
+        self.monitors: dict[int, Sandbox] = {}
+        self.inits: dict[int, Sandbox] = {}
+        self.busy: list[Sandbox] = []
+        self.epoll = select.epoll()
+        self.handlers: dict[int, Callable[[], None]] = {}
+        self.woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.watch(self.woken, select.EPOLLIN, self.reap)
+        self.watch(link.fileno(), select.EPOLLIN, self.take_request)
+        self.watch(parent, select.EPOLLIN, self.parent_died)
+
+    def serve(self) -> None:
+        """Serve until the link or its other side ends."""
+        try:
+            while True:
+                for fd, _ in self.epoll.poll(AGAIN_S if self.busy else None):
+                    if (handler := self.handlers.get(fd)) is not None:
+                        handler()
+                if self.busy:
+                    again, self.busy = self.busy, []
+                    for sandbox in again:
+                        self.start(sandbox)
+        except Ended:
+            pass
+        finally:
+            self.end()
+
+    def watch(self, fd: int, events: int, handler: Callable[[], None]) -> None:
+        """Call `handler` when something happens; it must bear being called when nothing did."""
+        self.handlers[fd] = handler
+        self.epoll.register(fd, events)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor that may be watched, and may be open elsewhere."""
+        if fd >= 0:
+            if self.handlers.pop(fd, None) is not None:
+                self.epoll.unregister(fd)
+            os.close(fd)
+
+    def parent_died(self) -> None:
+        raise Ended
+
+    # --- starting -------------------------------------------------------------------------------------------------
+
+    def take_request(self) -> None:
+        """Receive one request and start its sandbox."""
+        try:
+            data, extra, _, _ = self.link.recvmsg(
+                INLINE_BYTES + 4096, socket.CMSG_SPACE(8 * 4), socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return
+        except ConnectionError:
+            raise Ended from None
+        if not data:
+            raise Ended
+        fds = array.array("i")
+        for _, _, told in extra:
+            fds.frombytes(told[: len(told) // 4 * 4])
+        sent, body = marshal.loads(data)
+        if len(fds) < sent:  # no room for all of them
+            if fds:
+                with socket.socket(fileno=fds.pop(0)) as reply:
+                    _send(reply, ("failed", f"cannot start a sandbox: {os.strerror(errno.EMFILE)}"))
+            for fd in fds:
+                os.close(fd)
+            return
+        if body is None:
+            with open(fds.pop(), "rb", buffering=0) as file:
+                file.seek(0)
+                body = file.readall()
+        argv, overlays = marshal.loads(body)
+        reply = socket.socket(fileno=fds.pop(0))
+        sandbox = Sandbox(reply, list(fds), argv, overlays)
+        self.watch(reply.fileno(), select.EPOLLRDHUP, lambda: self.let_go(sandbox))
+        self.start(sandbox)
+
+    def start(self, sandbox: Sandbox) -> None:
+        """Mount and start; what is busy is left for later."""
+        try:
+            for overlay in sandbox.overlays[sandbox.mounted :]:
+                os.makedirs(overlay[0], exist_ok=True)
+                _mount_overlay(overlay, self.options)
+                sandbox.mounted += 1
+            self.spawn(sandbox)
+        except OSError as error:
+            if error.errno == errno.EBUSY and time.monotonic() < sandbox.tried_until_s:
+                self.busy.append(sandbox)
+            else:
+                self.fail(sandbox, f"cannot start a sandbox: {error}")
+
+    def spawn(self, sandbox: Sandbox) -> None:
+        """Start the monitor, and wait for what it says of its init."""
+        stdin, stdout, stderr, args = sandbox.streams
+        ends: list[int] = []
+        try:
+            ends += os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+            ends += os.pipe2(os.O_CLOEXEC)
+            status_r, status_w, block_r, block_w = ends
+            os.set_blocking(status_w, True)
+            wanted = ((stdin, 0), (stdout, 1), (stderr, 2), (args, ARGS), (status_w, STATUS), (block_r, BLOCK))
+            sandbox.monitor = os.posix_spawn(
+                sandbox.argv[0],
+                sandbox.argv,
+                {},
+                file_actions=[(os.POSIX_SPAWN_DUP2, fd, number) for fd, number in wanted],
+                setsid=True,
+                setsigmask=(),
+                setsigdef=SIGNALS,
+            )
+        except BaseException:
+            for fd in ends:
+                os.close(fd)
+            raise
+        self.monitors[sandbox.monitor] = sandbox
+        sandbox.status, sandbox.hold = status_r, block_w
+        for fd in (status_w, block_r, *sandbox.streams):
+            os.close(fd)
+        sandbox.streams = []
+        self.watch(status_r, select.EPOLLIN, lambda: self.take_init(sandbox))
+
+    def take_init(self, sandbox: Sandbox) -> None:
+        """Read what the monitor says of its init, and hand the sandbox over."""
+        if sandbox.status < 0:
+            return
+        try:
+            text = os.read(sandbox.status, 4096)
+        except BlockingIOError:
+            return
+        sandbox.said += text
+        if text and not sandbox.said.endswith(b"\n"):  # one line in several writes; more comes after the release only
+            return
+        found = re.search(rb'"child-pid": (\d+)', sandbox.said)
+        if found is None:
+            self.unwatch_status(sandbox)  # it ended without one: its death is told in a moment
+            return
+        try:
+            sandbox.init_fd = os.pidfd_open(int(found[1]))
+        except OSError as error:  # what is left of it ends with its monitor, or is swept
+            if error.errno != errno.ESRCH:
+                sandbox.why = f"cannot start a sandbox: {error}"
+            self.unwatch_status(sandbox)
+            self.kill(sandbox)
+            return
+        sandbox.init = int(found[1])
+        self.inits[sandbox.init] = sandbox
+        self.detach(sandbox)
+        _send(sandbox.reply, ("up", sandbox.monitor, sandbox.init), (sandbox.init_fd, sandbox.status, sandbox.hold))
+        self.unwatch_status(sandbox)
+
+    def unwatch_status(self, sandbox: Sandbox) -> None:
+        self.close(sandbox.status)
+        sandbox.status = -1
+
+    def detach(self, sandbox: Sandbox) -> None:
+        """Drop a sandbox's mounts from this namespace: it has its own copy, and every further child would copy them.
+
+        The directories stay, for the next ones: removing one would unmount it in the sandbox too.
+        """
+        for point, *_ in sandbox.overlays[: sandbox.mounted]:
+            _umount(point)
+        sandbox.mounted = 0
+
+    # --- ending ---------------------------------------------------------------------------------------------------
+
+    def let_go(self, sandbox: Sandbox) -> None:
+        """Kill a sandbox that nobody waits for, if that is so."""
+        try:
+            if sandbox.reply.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK):
+                return
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        del self.handlers[sandbox.reply.fileno()]
+        self.epoll.unregister(sandbox.reply.fileno())
+        if sandbox.monitor:
+            self.kill(sandbox)
+        else:
+            self.busy = [other for other in self.busy if other is not sandbox]
+            self.fail(sandbox, "nobody waits for it")
+
+    def kill(self, sandbox: Sandbox) -> None:
+        """Kill a sandbox: its monitor is our child until we collect it."""
+        if sandbox.init_fd >= 0:
+            _kill_init(sandbox)
+        if sandbox.ended is None:
+            os.kill(sandbox.monitor, signal.SIGKILL)
+
+    def fail(self, sandbox: Sandbox, why: str) -> None:
+        """Say that a sandbox was not made, and forget it. An empty reason: bwrap's own words tell."""
+        self.detach(sandbox)
+        _send(sandbox.reply, ("failed", why))
+        self.forget(sandbox)
+
+    def forget(self, sandbox: Sandbox) -> None:
+        if self.inits.get(sandbox.init) is sandbox:
+            del self.inits[sandbox.init]
+        for fd in (sandbox.reply.detach(), sandbox.status, sandbox.hold, sandbox.init_fd, *sandbox.streams):
+            self.close(fd)
+        sandbox.status = sandbox.hold = sandbox.init_fd = -1
+        sandbox.streams = []
+
+    def reap(self) -> None:
+        """Collect every child that is dead."""
+        try:
+            while os.read(self.woken, 512):
+                pass
+        except BlockingIOError:
+            pass
+        while self.reap_one():
+            pass
+
+    def reap_one(self) -> bool:
+        """Collect a child that is dead; False if there is none."""
+        try:
+            pid, status, used = os.wait4(-1, os.WNOHANG)
+        except ChildProcessError:
+            return False
+        cpu_s, rss = used.ru_utime + used.ru_stime, used.ru_maxrss * 1024
+        if (sandbox := self.monitors.pop(pid, None)) is not None:
+            self.take_init(sandbox)  # it may have said so just before
+            sandbox.ended = (status, cpu_s, rss)
+            if sandbox.init_fd < 0:
+                self.sweep()  # what it had made and not told of
+                self.fail(sandbox, sandbox.why)
+            elif sandbox.usage is not None or not _kill_init(sandbox):
+                self.tell_end(sandbox)
+        elif (sandbox := self.inits.get(pid)) is not None:
+            sandbox.usage = (cpu_s, rss)
+            if sandbox.ended is not None:
+                self.tell_end(sandbox)
+        return pid != 0
+
+    def tell_end(self, sandbox: Sandbox) -> None:
+        """Say how a sandbox ended: every process of it is dead and collected."""
+        _send(sandbox.reply, ("end", sandbox.ended, sandbox.usage))
+        self.forget(sandbox)
+
+    def sweep(self) -> None:
+        """Kill every child that is no monitor: an init without one."""
+        for pid in children():
+            if pid not in self.monitors:
+                os.kill(pid, signal.SIGKILL)
+
+    def end(self) -> None:
+        """Kill and collect all, then those that fell to us by it, until there is nobody."""
+        for sandbox in self.busy:
+            self.fail(sandbox, "the engine is closed")
+        self.close(self.link.detach())
+        while True:
+            while self.reap_one():
+                pass
+            left = children()
+            for sandbox in [sandbox for sandbox in self.inits.values() if sandbox.ended is None]:
+                _kill_init(sandbox)
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)  # ours until collected: no other can have its number
+            try:
+                if os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                    select.select([self.woken], [], [], SWEEP_S)
+                    try:
+                        os.read(self.woken, 512)
+                    except BlockingIOError:
+                        pass
+            except ChildProcessError:
+                return
+
+
+def children() -> list[int]:
+    """Return this process's children, zombies too."""
+    own = os.getpid()
+    try:
+        with open(f"/proc/self/task/{own}/children", "rb", buffering=0) as file:
+            return [int(pid) for pid in file.readall().split()]
+    except OSError:
+        pass  # a kernel without it
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+                if int(file.read(4096).rpartition(b")")[2].split()[1]) == own:
+                    found.append(int(pid))
+        except OSError:
+            continue
+    return found
+
+
+def overlay_options(works: Callable[[tuple[str, ...]], bool]) -> tuple[str, ...]:
+    """Return the wanted options that this kernel takes, judged by `works`; those it refuses are dropped one by one.
+
+    OSError where not even a plain overlay can be mounted.
+    """
+    if works(WANTED_OPTIONS):
+        return WANTED_OPTIONS
+    kept: tuple[str, ...] = ()
+    if not works(kept):
+        raise OSError("the kernel mounts no overlayfs here (is the overlay module loaded?)")
+    for option in WANTED_OPTIONS:
+        if works((*kept, option)):
+            kept = (*kept, option)
+    return kept
+
+
+def _kill_init(sandbox: Sandbox) -> bool:
+    """Kill a sandbox's init; False if it is dead and was collected by its monitor."""
+    try:
+        signal.pidfd_send_signal(sandbox.init_fd, signal.SIGKILL)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _send(to: socket.socket, message: tuple[Any, ...], fds: Sequence[int] = ()) -> None:
+    """Send one message, if somebody is there to take it."""
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+    try:
+        to.sendmsg([marshal.dumps(message)], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    except OSError:
+        pass
+
+
+def _enter_private_namespace() -> tuple[str, ...]:
+    """Give this process its own mount namespace, from which no mount reaches the rest of the host.
+
+    Returns the options for overlays in it.
+    """
+    if _libc.unshare(CLONE_NEWNS | CLONE_FS) != 0:
+        raise OSError(f"cannot make a mount namespace: {os.strerror(ctypes.get_errno())}")
+    try:
+        _mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+        _umount_below(MOUNT_ROOT.encode())
+        _mount(b"fanout", MOUNT_ROOT.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, b"mode=0700")
+    except OSError as error:
+        raise OSError(f"cannot prepare the mount namespace: {error}") from error
+    return overlay_options(_try_overlay)
+
+
+def _try_overlay(options: tuple[str, ...]) -> bool:
+    """Say whether an overlay with these options mounts, on a scratch directory of the private tmpfs."""
+    top = f"{MOUNT_ROOT}/try-{len(os.listdir(MOUNT_ROOT))}".encode()
+    lower, upper, work, point = (top + name for name in (b"/lower", b"/upper", b"/work", b"/merged"))
+    for path in (lower, upper, work, point):
+        os.makedirs(path)
+    try:
+        _mount_overlay((point, (lower,), upper, work), options)
+    except OSError:
+        return False
+    _umount(point)
+    return True
+
+
+def _mount_overlay(overlay: Overlay, options: Sequence[str]) -> None:
+    point, lowers, upper, work = overlay
+    layers = [b"lowerdir=" + b":".join(_escaped(path) for path in reversed(lowers))]
+    if upper:
+        layers += [b"upperdir=" + _escaped(upper), b"workdir=" + _escaped(work), *map(str.encode, options)]
+    _mount(b"overlay", point, b"overlay", MS_NOSUID | MS_NODEV, b",".join(layers))
+
+
+def _escaped(path: bytes) -> bytes:
+    """Escape what separates options and layers, as overlayfs reads them."""
+    return path.replace(b"\\", b"\\\\").replace(b",", b"\\,").replace(b":", b"\\:")
+
+
+def _mount(source: bytes, target: bytes, kind: bytes | None, flags: int, data: bytes | None) -> None:
+    if _libc.mount(source, target, kind, ctypes.c_ulong(flags), data) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"mount {os.fsdecode(kind or b'flags')}: {os.strerror(number)}", os.fsdecode(target))
+
+
+def _umount_below(top: bytes) -> None:
+    """Drop the mounts below a directory (cgroups, bpf): each costs every sandbox a copy, and none can see them."""
+    with open("/proc/self/mounts", "rb") as file:
+        points = [line.split(b" ")[1] for line in file]
+    for point in reversed(points):
+        if point.startswith(top + b"/"):
+            _umount(point)
+
+
+def _umount(target: bytes) -> None:
+    if _libc.umount2(target, MNT_DETACH) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), os.fsdecode(target))
+
+
+def _reserve(fds: list[int]) -> list[int]:
+    """Move descriptors out of the way of a child's, and fill the places below."""
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, RESERVED) for fd in fds]
+    for fd in fds:
+        os.close(fd)
+    for number in range(3, RESERVED):
+        os.dup2(0, number, inheritable=False)
+    return moved
+
+
+def _prepare() -> None:
+    """Make of this process what a sandbox shall inherit, and the heir of all that is left of one."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)  # it ends when its work does
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    os.chdir("/")
+    os.umask(0o022)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def main(link_fd: int, parent: int, private_mounts: bool) -> None:
+    """Run as the spawner of the process behind `parent` (a pidfd), which holds the other end of the link."""
+    link_fd, parent = _reserve([link_fd, parent])
+    link = socket.socket(fileno=link_fd)
+    try:
+        _prepare()
+        options = _enter_private_namespace() if private_mounts else ()
+        spawner = Spawner(link, parent, options)
+    except OSError as error:
+        _send(link, ("failed", str(error)))
+        return
+    _send(link, ("ready", options))
+    spawner.serve()
+
+
+SIGNALS = [number for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP)]
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "private")

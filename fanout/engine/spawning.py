@@ -1,0 +1,292 @@
+"""Asking the spawner process for sandboxes: it is started, sent requests, and found out when it is dead.
+
+Owns the link to one `spawner.py` process, and the names of mount points in its namespace. Knows nothing of bwrap's
+options.
+"""
+
+from __future__ import annotations
+
+import array
+import itertools
+import marshal
+import os
+import select
+import shutil
+import socket
+import subprocess
+import sys
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fanout.engine import spawner
+from fanout.engine.base import Mount
+from fanout.errors import EngineUnavailable
+
+__all__ = ["Child", "Ending", "Spawner", "SpawnerGone", "Started", "memory_file", "read_ending"]
+
+#: How long the spawner may take to come up, and a sandbox from its request to a first sign of life.
+SETUP_S = 60.0
+
+#: How long the spawner may take to kill all it started, at the end.
+END_S = 10.0
+
+
+class SpawnerGone(EngineUnavailable):
+    """The spawner died before it could start this one; nothing of it ever ran."""
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    """What to start: a program with its three streams and bwrap's arguments (fds of ours), and overlays to mount."""
+
+    argv: Sequence[str | bytes]
+    stdin: int
+    stdout: int
+    stderr: int
+    args: int
+    overlays: Sequence[tuple[str, Mount]] = ()
+
+
+@dataclass(slots=True)
+class Started:
+    """A sandbox that was made, and waits for its release. The descriptors are the receiver's to close."""
+
+    monitor: int
+    init: int
+    init_fd: int
+    status: int
+    block: int
+    reply: socket.socket
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a sandbox ended: the wait status of its monitor, and what all its processes used (0 where not known)."""
+
+    status: int
+    cpu_s: float
+    max_rss_bytes: int
+
+
+class Spawner:
+    """One spawner process, from now until `close`, its own death or the end of this object; with it dies what it made.
+
+    With `private_mounts` (needs CAP_SYS_ADMIN) it has its own mount namespace and mounts overlays in it. Raises
+    `EngineUnavailable` where that, or the start, fails.
+    """
+
+    def __init__(self, *, private_mounts: bool) -> None:
+        self.private_mounts = private_mounts
+        self._numbers = itertools.count()
+        self._free: deque[str] = deque()
+        self._link, self.pid, self.pidfd = _start_process(private_mounts)
+        weakref.finalize(self, os.close, self.pidfd)  # not at `close`: who waits for a sandbox watches it
+        self._end = weakref.finalize(self, _end_process, os.getpid(), self._link, self.pid, self.pidfd)
+        try:
+            self.options = self._handshake()
+        except BaseException:
+            self._end()
+            raise
+
+    def mount_point(self) -> str:
+        """Return the path, in the private namespace, of a mount point to be: nobody else's until `start` returns."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            return f"{spawner.MOUNT_ROOT}/{next(self._numbers)}"
+
+    def start(self, child: Child, ours: list[int]) -> Started | None:
+        """Mount the child's overlays and start it; None if it ended by itself, with a word on its stderr.
+
+        `ours` are descriptors to close once it has them: copies of ours would keep its pipes open.
+
+        Raises `EngineUnavailable` where a mount or the start fails, `SpawnerGone` where nobody was there to do it. Then
+        nothing stays mounted.
+        """
+        reply, theirs = _socket_pair()
+        try:
+            with theirs:
+                self._send(child, theirs.fileno())
+            while ours:
+                os.close(ours.pop())
+            started = self._answer(reply, child)
+        except BaseException:
+            self.abandon(reply)
+            raise
+        if started is None:
+            reply.close()
+        return started
+
+    def abandon(self, reply: socket.socket) -> None:
+        """Have a sandbox killed, and wait until it is dead."""
+        try:
+            reply.shutdown(socket.SHUT_WR)
+            while _readable(END_S, reply.fileno(), self.pidfd) and reply.recv(4096, socket.MSG_DONTWAIT):
+                pass
+        except OSError:
+            pass  # it was not connected any more, or its spawner is dead
+        reply.close()
+
+    def close(self) -> None:
+        """End the process, and with it all that it started."""
+        self._end()
+
+    def forget(self) -> None:
+        """Leave the process to another: called in a forked child, whose parent it serves."""
+        self._end.detach()
+        self._link.close()
+
+    def _handshake(self) -> tuple[str, ...]:
+        word, said = self._receive(self._link)[0] or ("failed", "the spawner of sandboxes ended without a word")
+        if word != "ready":
+            raise EngineUnavailable(said)
+        return tuple(said)
+
+    def _send(self, child: Child, reply: int) -> None:
+        overlays = [
+            (
+                os.fsencode(point),
+                tuple(map(os.fsencode, mount.lowers)),
+                os.fsencode(mount.upper or ""),
+                os.fsencode(mount.work or ""),
+            )
+            for point, mount in child.overlays
+        ]
+        body = marshal.dumps((tuple(map(os.fsencode, child.argv)), overlays))
+        fds = [reply, child.stdin, child.stdout, child.stderr, child.args]
+        large = -1
+        if len(body) > spawner.INLINE_BYTES:
+            large = memory_file(body)
+            fds.append(large)
+        message = marshal.dumps((len(fds), None if large >= 0 else body))
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))]
+        try:
+            self._link.sendmsg([message], rights, socket.MSG_NOSIGNAL)
+        except OSError as error:
+            if isinstance(error, ConnectionError) or not self._end.alive:
+                raise SpawnerGone("the spawner of sandboxes is dead") from error
+            raise EngineUnavailable(f"cannot start a sandbox: {error}") from error
+        finally:
+            if large >= 0:
+                os.close(large)
+
+    def _answer(self, reply: socket.socket, child: Child) -> Started | None:
+        message, fds = self._receive(reply)
+        if message is None:
+            raise SpawnerGone("the spawner of sandboxes died before it could start this one")
+        self._free.extend(point for point, _ in child.overlays)
+        if message[0] == "failed":
+            if message[1]:
+                raise EngineUnavailable(message[1])
+            return None
+        _, monitor, init = message
+        if len(fds) < 3:
+            for fd in fds:
+                os.close(fd)
+            raise EngineUnavailable("cannot start a sandbox: too many open files")
+        reply.setblocking(False)
+        init_fd, status, block = fds
+        return Started(monitor, init, init_fd, status, block, reply)
+
+    def _receive(self, source: socket.socket) -> tuple[Any, list[int]]:
+        """Return the next message and its descriptors; None if there will be none."""
+        if not _readable(SETUP_S, source.fileno(), self.pidfd):
+            raise EngineUnavailable(f"no sandbox was made within {SETUP_S:.0f} s")
+        fds = array.array("i")
+        try:
+            flags = socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+            data, extra, _, _ = source.recvmsg(64 * 1024, socket.CMSG_SPACE(4 * 4), flags)
+        except (BlockingIOError, ConnectionError):  # the process ended, and had said nothing
+            return None, []
+        for _, _, told in extra:
+            fds.frombytes(told[: len(told) // 4 * 4])
+        return (marshal.loads(data) if data else None), list(fds)
+
+
+def read_ending(reply: int) -> Ending | None:
+    """Read how a sandbox ended, from a socket that does not block; None where its spawner has not said so."""
+    try:
+        data = os.read(reply, 4096)
+    except OSError:
+        return None
+    if not data:
+        return None
+    _, (status, cpu_s, rss), usage = marshal.loads(data)
+    if usage is None:  # the monitor outlived its init and collected it, and with it the usage of all the sandbox
+        return Ending(status, cpu_s, rss)
+    return Ending(status, *usage)
+
+
+def memory_file(data: bytes) -> int:
+    """Return a file in memory that holds `data`."""
+    fd = os.memfd_create("fanout-bwrap", os.MFD_CLOEXEC)
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
+    os.lseek(fd, 0, os.SEEK_SET)
+    return fd
+
+
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
+    try:
+        return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    except OSError as error:
+        raise EngineUnavailable(f"cannot start a sandbox: {error}") from error
+
+
+def _start_process(private_mounts: bool) -> tuple[socket.socket, int, int]:
+    """Start the spawner; return the link to it, its pid and a pidfd of it."""
+    python = None if getattr(sys, "frozen", False) else sys.executable
+    python = python or shutil.which("python3")
+    if not python:
+        raise EngineUnavailable("there is no Python interpreter to run the spawner of sandboxes with")
+    ours, theirs = _socket_pair()
+    parent = -1
+    try:
+        parent = os.pidfd_open(os.getpid())
+        words = [str(theirs.fileno()), str(parent), "private" if private_mounts else "shared"]
+        process = subprocess.Popen(
+            [python, "-I", "-S", spawner.__file__, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), parent),
+            env={name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
+            cwd="/",
+            start_new_session=True,
+        )
+        process.returncode = 0  # `_end_process` collects it: keep Popen's finalizer from doing so
+        return ours, process.pid, os.pidfd_open(process.pid)
+    except OSError as error:
+        ours.close()
+        raise EngineUnavailable(f"cannot start the spawner of sandboxes: {error}") from error
+    finally:
+        theirs.close()
+        if parent >= 0:
+            os.close(parent)
+
+
+def _end_process(owner: int, link: socket.socket, pid: int, pidfd: int) -> None:
+    """End the spawner of this process; a forked child must leave its parent's alone."""
+    if os.getpid() == owner:
+        try:
+            link.shutdown(socket.SHUT_RDWR)  # a forked child may hold it too
+        except OSError:
+            pass  # it is dead
+        if _readable(END_S, pidfd):
+            try:
+                os.waitpid(pid, 0)
+            except ChildProcessError:
+                pass  # collected by somebody who collects every child
+    link.close()
+
+
+def _readable(seconds: float, *fds: int) -> bool:
+    """Wait until one of them can be read (a pidfd: is dead); False if none can."""
+    poll = select.poll()
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
