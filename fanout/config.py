@@ -30,6 +30,8 @@ class Tuning(BaseModel):
     page_entries: int = Field(1024, ge=2)
     inline_bytes: int = Field(256 << 10, ge=0)
     small_file_bytes: int = Field(128 << 10, ge=1)
+    shared_file_bytes: int = Field(32 << 10, ge=0)
+    shared_frame_bytes: int = Field(256 << 10, ge=1)
     extent_bytes: int = Field(4 << 20, ge=1)
     pack_bytes: int = Field(16 << 20, ge=1)
     fold_entries: int = Field(64, ge=1)

@@ -211,7 +211,8 @@ class _Work:
         if self._policy is not Policy.LAST_WINS or node.kind != FILE:
             return msgspec.structs.replace(node, **kept)
         data = self._combine(base, node, now)
-        return msgspec.structs.replace(node, **kept, data=data, size=size_of(data))
+        digest = node.digest if data is node.data else b""
+        return msgspec.structs.replace(node, **kept, data=data, size=size_of(data), digest=digest)
 
     def _may_change(self, intent: Intent, now: Node | None) -> bool:
         """Apply the policy to one path; records the conflict."""

@@ -71,7 +71,8 @@ class Node(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     `mode` holds the permission bits only (07777). `mtime_ns` counts from the epoch. `data` lists the refs of a
     file in order; their sizes add up to `size`. `target` is a symlink's. Nodes of one branch that share a
-    non-empty `link` are hard links of one file.
+    non-empty `link` are hard links of one file. `digest` is SHA-256 of the content of a file whose bytes are part of a
+    frame that it shares with others, else empty.
     """
 
     kind: int
@@ -84,6 +85,7 @@ class Node(msgspec.Struct, frozen=True, array_like=True, gc=False):
     target: bytes = b""
     link: bytes = b""
     xattrs: tuple[tuple[bytes, bytes], ...] = ()
+    digest: bytes = b""
 
 
 class PageRef(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -120,10 +122,12 @@ def directory(mode: int = 0o755, mtime_ns: int = 0) -> Node:
 
 
 def content_hash(node: Node) -> bytes:
-    """Return a file's content identity: its only whole frame's hash, else SHA-256 over its runs.
+    """Return a file's content identity: SHA-256 of its bytes where that is known, else SHA-256 over its runs.
 
     Equal hashes mean equal bytes; different hashes of many-run files can still be equal bytes.
     """
+    if node.digest:
+        return node.digest
     if not node.data:
         return hashlib.sha256(b"").digest()
     if len(node.data) == 1 and node.data[0].length < 0 and node.data[0].pack != HOLE:

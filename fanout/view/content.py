@@ -51,6 +51,7 @@ class Content(NamedTuple):
     data: tuple[Ref, ...]
     size: int
     xattrs: tuple[tuple[bytes, bytes], ...]
+    digest: bytes = b""
 
 
 #: Runs of bytes the disk already stores, by their hash.
@@ -66,8 +67,28 @@ class _Frame(NamedTuple):
     text: bool
 
 
+class _Shared:
+    """A frame that holds several small files: compressing them together costs less, and takes less room."""
+
+    __slots__ = ("frame", "raw", "ref", "text")
+
+    def __init__(self, text: bool) -> None:
+        self.text = text
+        self.raw = b""
+        self.frame: tuple[bytes, bytes] = (b"", b"")
+        self.ref: Ref | None = None
+
+
+class _Part(NamedTuple):
+    """One file's place in a shared frame."""
+
+    shared: _Shared
+    skip: int
+    digest: bytes
+
+
 class _Small(NamedTuple):
-    frame: _Frame | None
+    frame: _Frame | _Part | None
     xattrs: tuple[tuple[bytes, bytes], ...]
     size: int
 
@@ -105,6 +126,7 @@ class _Work:
         self._unlocking = unlocking
         self._small = packer.tuning.small_file_bytes
         self._extent = packer.tuning.extent_bytes
+        self._share_below = 0
         self._pool: ThreadPoolExecutor | None = None
         self._local = threading.local()
         self._opened: list[Directories] = []
@@ -113,6 +135,8 @@ class _Work:
         groups = self._groups(files)
         waiting: deque[Future[list[_Small | None]] | LocalFile] = deque()
         parallel = len(files) > _GROUP_FILES
+        # Few files keep frames of their own, so that reading one of them reads nothing else.
+        self._share_below = self._packer.tuning.shared_file_bytes if parallel else 0
         for group in groups:
             if isinstance(group, LocalFile):
                 waiting.append(group)
@@ -161,8 +185,21 @@ class _Work:
     def _packed(self, small: _Small | None) -> Content | None:
         if small is None:
             return None
-        data = (self._place(small.frame),) if small.frame is not None else ()
-        return Content(data, small.size, small.xattrs)
+        if isinstance(small.frame, _Part):
+            return Content((self._place_part(small.frame, small.size),), small.size, small.xattrs, small.frame.digest)
+        if small.frame is None:
+            return Content((), small.size, small.xattrs)
+        ref = self._place(small.frame)
+        return Content((ref,), small.size, small.xattrs, small.frame.digest if ref.length >= 0 else b"")
+
+    def _place_part(self, part: _Part, size: int) -> Ref:
+        shared = part.shared
+        if shared.ref is None:
+            frame, digest = shared.frame
+            shared.ref = self._packer.add_frame(frame, len(shared.raw), digest, shared.text)
+            shared.raw, shared.frame = b"", (b"", b"")
+        whole = shared.ref
+        return Ref(whole.pack, whole.offset, whole.stored, whole.raw, whole.hash, part.skip, size)
 
     def _place(self, frame: _Frame) -> Ref:
         if not frame.digest:
@@ -190,22 +227,50 @@ class _Work:
         finally:
             os.close(fd)
 
-    def _encode_all(self, raws: list[bytes]) -> list[_Frame]:
-        """Encode the contents of a group; compresses together what there is nothing to reuse for."""
-        if self._reuse:
-            return [self._encode(raw, is_text(raw)) for raw in raws]
-        return [
-            _Frame(frame, len(raw), digest, is_text(raw))
-            for raw, (frame, digest) in zip(raws, encode_frames(raws), strict=True)
-        ]
+    def _encode_all(self, raws: list[bytes]) -> list[_Frame | _Part]:
+        """Encode the contents of a group, small ones of a kind in shared frames, all in one call."""
+        encoded: list[_Frame | _Part | None] = [None] * len(raws)
+        bundles: list[tuple[_Shared, list[bytes]]] = []
+        sizes: dict[bool, int] = {}
+        open_bundles: dict[bool, tuple[_Shared, list[bytes]]] = {}
+        alone: list[int] = []
+        for place, raw in enumerate(raws):
+            text = is_text(raw)
+            known = self._known(raw) if self._reuse else None
+            if known is not None:
+                encoded[place] = _Frame(b"", len(raw), known, text)
+            elif len(raw) > self._share_below:
+                alone.append(place)
+            else:
+                bundle = open_bundles.get(text)
+                if bundle is None or sizes[text] + len(raw) > self._packer.tuning.shared_frame_bytes:
+                    bundle = open_bundles[text] = (_Shared(text), [])
+                    bundles.append(bundle)
+                    sizes[text] = 0
+                encoded[place] = _Part(bundle[0], sizes[text], hashlib.sha256(raw).digest())
+                bundle[1].append(raw)
+                sizes[text] += len(raw)
+        for shared, parts in bundles:
+            shared.raw = b"".join(parts)
+        together = [*(shared.raw for shared, _ in bundles), *(raws[place] for place in alone)]
+        frames = iter(encode_frames(together))
+        for shared, _ in bundles:
+            shared.frame = next(frames)
+        for place, (frame, digest) in zip(alone, frames, strict=True):
+            encoded[place] = _Frame(frame, len(raws[place]), digest, is_text(raws[place]))
+        return [one for one in encoded if one is not None]
+
+    def _known(self, raw: bytes) -> bytes | None:
+        """Return the digest of what the disk stores already."""
+        digest = hashlib.sha256(raw).digest()
+        known = self._reuse.get(digest)
+        return digest if known is not None and known.size == len(raw) else None
 
     def _encode(self, raw: bytes, text: bool) -> _Frame:
         """Compress a run unless the disk has it; equal size makes that likely enough to hash first."""
-        if self._reuse:
-            digest = hashlib.sha256(raw).digest()
-            known = self._reuse.get(digest)
-            if known is not None and known.raw == len(raw):
-                return _Frame(b"", len(raw), digest, text)
+        known = self._known(raw) if self._reuse else None
+        if known is not None:
+            return _Frame(b"", len(raw), known, text)
         frame, digest = encode_frame(raw)
         return _Frame(frame, len(raw), digest, text)
 
@@ -237,8 +302,8 @@ class _Work:
                 if isinstance(run, Future) and not run.cancel():
                     run.exception()
             os.close(fd)
-        refs = [ref for ref in refs if ref.raw]
-        return Content(tuple(refs), sum(ref.raw for ref in refs), xattrs)
+        refs = [ref for ref in refs if ref.size]
+        return Content(tuple(refs), sum(ref.size for ref in refs), xattrs)
 
     def _read_run(self, fd: int, at: int, length: int, text: bool) -> _Frame:
         return self._encode(_read_at(fd, at, length), text)
@@ -329,14 +394,11 @@ def _runs(fd: int, found: os.stat_result) -> Iterator[tuple[int, int, bool]]:
 
 
 def reusable(nodes: Iterable[Node | None]) -> Reuse:
-    """Index the whole stored runs of `nodes` by what they hold."""
-    return {
-        ref.hash: ref
-        for node in nodes
-        if node is not None
-        for ref in node.data
-        if ref.length < 0 and ref.pack != HOLE
-    }
+    """Index the stored runs of `nodes` by what they hold, where that is known."""
+    known = [node for node in nodes if node is not None]
+    runs = {ref.hash: ref for node in known for ref in node.data if ref.length < 0 and ref.pack != HOLE}
+    runs.update({node.digest: node.data[0] for node in known if node.digest and len(node.data) == 1})
+    return runs
 
 
 def same_bytes(

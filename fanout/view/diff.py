@@ -349,19 +349,19 @@ class _Diff:
     def _file_node(self, root_fd: int, base: Node | None, content: Content, file: _File) -> Node:
         found = file.local.found
         same = base if base is not None and base.kind == FILE else None
-        data, size = content.data, content.size
+        data, size, digest = content.data, content.size, content.digest
         if file.metacopy is not None:
             origin = self._state.get(file.metacopy)
             if origin is not None and origin.kind == FILE:
-                data, size = origin.data, origin.size
+                data, size, digest = origin.data, origin.size, origin.digest
         elif same is not None and same.size == size and same.data != data and _has_parts(same):
             blobs = self._state.blob_bytes()
             if same_bytes(self._reader, blobs, same, data, root_fd, file.local):
-                data = same.data
+                data, digest = same.data, same.digest
         return Node(
             FILE, stat.S_IMODE(found.st_mode), found.st_mtime_ns, size, data,
             uid=self._owner(found.st_uid, same, "uid"), gid=self._owner(found.st_gid, same, "gid"),
-            link=same.link if same is not None else b"", xattrs=content.xattrs,
+            link=same.link if same is not None else b"", xattrs=content.xattrs, digest=digest,
         )  # fmt: skip
 
     def _aliases(
@@ -408,4 +408,4 @@ def _notes(fd: int, spaces: tuple[str, ...]) -> dict[str, bytes]:
 
 
 def _has_parts(node: Node) -> bool:
-    return any(ref.length >= 0 or ref.pack == HOLE for ref in node.data)
+    return not node.digest and any(ref.length >= 0 or ref.pack == HOLE for ref in node.data)

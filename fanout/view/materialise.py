@@ -192,7 +192,7 @@ class _Build:
                 return
         self.space += -(-node.size // _BLOCK) * _BLOCK
         data = node.data
-        if len(data) == 1 and data[0].length < 0 and data[0].pack != HOLE and data[0].raw == node.size:
+        if len(data) == 1 and data[0].pack != HOLE and data[0].size == node.size:
             self._plan(_Piece(path, node, data[0], 0))
         elif not data and not node.size:
             self._whole(self._mine, path, node, b"")
@@ -229,13 +229,13 @@ class _Build:
         if self._planned >= _BATCH_FILES or self._planned_bytes >= _BATCH_BYTES:
             self._flush()
 
-    def _flush(self) -> None:
+    def _flush(self, *, last: bool = False) -> None:
         """Hand what was planned to the workers, waiting while they have enough to do."""
         frames = self._frames
         self._frames, self._planned, self._planned_bytes = {}, 0, 0
         slices = self._reader.plan(waiting[0].ref for waiting in frames.values())
-        if len(slices) == 1 and self._pool is None:
-            self._write_slice(slices[0], frames, self._mine)
+        if last and len(slices) == 1 and self._pool is None:
+            self._write_slice(slices[0], frames, self._mine)  # a small tree: no thread is worth its start
             return
         for piece in slices:
             self._slots.acquire()
@@ -249,7 +249,7 @@ class _Build:
             self._progress(self.files, self.content)
 
     def finish(self, root: Node) -> Written:
-        self._flush()
+        self._flush(last=True)
         if self._pool is not None:
             self._pool.shutdown(wait=True)
             self._pool = None
@@ -319,15 +319,17 @@ class _Build:
         try:
             for ref, raw in self._reader.fetch(piece, self._blobs):
                 for path, node, mine, offset in frames[ref.pack, ref.offset]:
+                    part = raw if mine.length < 0 else raw[mine.skip : mine.skip + mine.length]
+                    if len(part) != mine.size:
+                        raise Corrupt(f"{shown(path)}: a run of {mine.size} bytes lies outside of its frame")
                     if node is not None:
-                        self._whole(directories, path, node, raw)
+                        self._whole(directories, path, node, part)
                     else:
-                        part = raw if mine.length < 0 else raw[mine.skip : mine.skip + mine.length]
-                        self._part(directories, path, part, mine.size, offset)
+                        self._part(directories, path, part, offset)
         except OSError as error:
             raise host_error(error, shown(path)) from error
 
-    def _whole(self, directories: Directories, path: bytes, node: Node, raw: bytes) -> None:
+    def _whole(self, directories: Directories, path: bytes, node: Node, raw: bytes | memoryview) -> None:
         parent, _, name = path.rpartition(b"/")
         mode = node.mode & self._mode_mask
         fd = self._create(directories.open(parent), name, mode & 0o777)
@@ -342,9 +344,7 @@ class _Build:
         finally:
             os.close(fd)
 
-    def _part(self, directories: Directories, path: bytes, part: bytes, size: int, offset: int) -> None:
-        if len(part) != size:
-            raise Corrupt(f"{shown(path)}: a run of {size} bytes lies outside of its frame")
+    def _part(self, directories: Directories, path: bytes, part: bytes, offset: int) -> None:
         parent, _, name = path.rpartition(b"/")
         fd = os.open(name, _REOPEN, dir_fd=directories.open(parent))
         try:
@@ -368,7 +368,7 @@ class _Build:
         os.utime(fd, ns=(when, when))
 
 
-def _write(fd: int, data: bytes, offset: int) -> None:
+def _write(fd: int, data: bytes | memoryview, offset: int) -> None:
     written = os.pwrite(fd, data, offset) if offset else os.write(fd, data)
     while written < len(data):
         written += os.pwrite(fd, memoryview(data)[written:], offset + written)
