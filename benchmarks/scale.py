@@ -30,7 +30,7 @@ from benchmarks import peers, trees
 from benchmarks.harness import Report, Side, Size, Skip, Stats, interleave, timed
 from fanout.disk.merge import Intent, Policy
 from fanout.format.tree import FILE, Node, directory
-from fanout.local import LocalDisk
+from fanout.local_disk import LocalDisk
 
 __all__ = ["ABOUT", "EXEC_LIMIT_MS", "FLAT_LIMIT", "MEMORY_LIMIT_MB", "run"]
 

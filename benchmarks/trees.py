@@ -18,7 +18,7 @@ import anyio.to_thread
 import fanout
 from fanout.disk.merge import Intent, Policy
 from fanout.format.tree import FILE, Node, directory
-from fanout.local import LocalDisk
+from fanout.local_disk import LocalDisk
 
 __all__ = ["base_of", "connected", "filled", "make_tree", "remove", "words"]
 

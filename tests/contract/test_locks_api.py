@@ -21,7 +21,7 @@ from fanout.disk import checkout
 from fanout.disk.catalogue import Catalogue
 from fanout.errors import Busy, Conflict, Invalid, LeaseLost, NotFound
 from fanout.format.lock import Acquire
-from fanout.local import LocalDisk
+from fanout.local_disk import LocalDisk
 from fanout.model import Run, Started
 from fanout.runtime import system
 from fanout.store.local import LocalStore

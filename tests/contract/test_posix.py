@@ -23,7 +23,8 @@ from fanout.disk.merge import Intent, Policy
 from fanout.engine.bubblewrap import BubblewrapEngine
 from fanout.errors import Conflict
 from fanout.format.tree import FILE, Node
-from fanout.local import LocalDisk, LocalFanout
+from fanout.local import LocalFanout
+from fanout.local_disk import LocalDisk
 from fanout.model import Run
 from fanout.runtime import system
 from fanout.store.base import Store

@@ -22,6 +22,7 @@ LEVELS = [
     {"view"},
     {"run"},
     {"api"},
+    {"local_disk"},
     {"local"},
     {"default", "sync"},
     {"cli", "__init__"},

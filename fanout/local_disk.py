@@ -1,0 +1,300 @@
+"""A disk handle of the embedded connection: the public interface of one line of a disk, over the blocking disk layer.
+
+Owns the bridge from its async calls to blocking ones, and what they answer. Decides nothing about trees or commits.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import anyio
+import anyio.to_thread
+
+from fanout.api import Disk, Progress
+from fanout.disk.disk import Disk as CoreDisk
+from fanout.disk.disk import Point
+from fanout.disk.gc import GRACE_S, KEEP_HISTORY_S
+from fanout.disk.merge import Policy
+from fanout.disk.paths import absolute, shown, tree_path
+from fanout.disk.proposal import Landed
+from fanout.disk.state import State
+from fanout.disk.trim import Trimmed
+from fanout.errors import Invalid, NotFound
+from fanout.format.entry import Entry
+from fanout.format.tree import DIR, Node, directory
+from fanout.model import (
+    Change,
+    Checkpoint,
+    Commit,
+    DirEntry,
+    FsckReport,
+    GcReport,
+    Lock,
+    ObjectInfo,
+)
+from fanout.run import request
+from fanout.run.bridge import BATCH, each
+from fanout.run.changes import change_of, changes_of
+from fanout.run.describe import (
+    KINDS,
+    checkpoint_of,
+    commit_of,
+    directory_entry,
+    fsck_report,
+    list_tree,
+    lock_of,
+    object_info,
+    only_time,
+    when,
+)
+from fanout.view.transfer import download, upload_intents
+
+__all__ = ["LocalDisk"]
+
+
+class LocalDisk(Disk):
+    """A disk handle of an embedded connection."""
+
+    def __init__(self, core: CoreDisk, point: Point, author: str) -> None:
+        self.core = core
+        self.point = point
+        self.id = core.id
+        self.name = core.name
+        self.branch_name = point.branch.name
+        self.at = point.checkpoint
+        self._author = author
+
+    async def upload(self, local: str | Path, remote: str = "/", *, progress: Progress | None = None) -> Commit:
+        target = absolute("remote", remote)
+
+        def work() -> Commit:
+            branch = self.core.writable(self.point)
+            state = branch.refresh()
+            packer = self.core.packer()
+            try:
+                intents = upload_intents(packer, Path(local), target, state=state, progress=progress)
+                packed = packer.finish()
+            except BaseException:
+                packer.abandon()
+                raise
+            message = f"upload to /{shown(target)}"
+            landed = self.core.apply(
+                self.point,
+                intents,
+                policy=Policy.LAST_WINS,
+                blobs=dict(packed.blobs),
+                seen_blobs=state.blob_bytes(),
+                base_seq=state.seq,
+                author=self._author,
+                message=message,
+            )
+            return self._commit(landed, message, branch.known().seq)
+
+        return await anyio.to_thread.run_sync(work)
+
+    async def download(self, remote: str, local: str | Path, *, progress: Progress | None = None) -> None:
+        source = absolute("remote", remote)
+
+        def work() -> None:
+            state = self.point.state()
+            self._must(state, source, "remote")
+            download(self.core.reader, state, source, Path(local), progress=progress)
+
+        await anyio.to_thread.run_sync(work)
+
+    async def put_object(self, key: str, data: bytes | str, *, mode: int = 0o644) -> ObjectInfo:
+        body = request.check_bytes("data", data)
+        if not isinstance(mode, int) or not 0 <= mode <= 0o7777:
+            raise Invalid.argument("mode", mode, "permission bits, 0 to 0o7777")
+        is_directory = isinstance(key, str) and key.endswith("/") and key.strip("/") != ""
+        path = tree_path("key", key.rstrip("/") if is_directory else key)
+
+        def work() -> ObjectInfo:
+            if is_directory:
+                if body:
+                    raise Invalid.argument("data", body, "empty, for a key that ends in / and so makes a directory")
+                self.core.make_directory(self.point, path, 0o755 if mode == 0o644 else mode, self._author)
+                node = self.core.writable(self.point).known().get(path)
+                return object_info(path, node or directory())
+            return object_info(path, self.core.put_object(self.point, path, body, mode, self._author))
+
+        return await anyio.to_thread.run_sync(work)
+
+    async def get_object(self, key: str) -> bytes:
+        path = tree_path("key", key)
+        return (await anyio.to_thread.run_sync(self.core.read_file, self.point, path))[1]
+
+    async def head_object(self, key: str) -> ObjectInfo | None:
+        path = tree_path("key", key.rstrip("/") or "/", allow_root=True)
+        node = await anyio.to_thread.run_sync(self.core.lookup, self.point, path)
+        if node is None or node.kind == DIR:
+            return None
+        return object_info(path, node)
+
+    async def delete_object(self, key: str, *, recursive: bool = False) -> None:
+        path = tree_path("key", key.rstrip("/") or "/", allow_root=recursive)
+        await anyio.to_thread.run_sync(
+            partial(self.core.delete_object, self.point, path, recursive=recursive, author=self._author)
+        )
+
+    async def move(self, source: str, target: str) -> Commit:
+        old, new = tree_path("source", source, allow_root=True), tree_path("target", target, allow_root=True)
+        if not old or not new:
+            raise Invalid.argument("source" if not old else "target", source if not old else target, "not the root")
+        landed = await anyio.to_thread.run_sync(self.core.move, self.point, old, new, self._author)
+        return self._commit(landed, f"move {shown(old)} to {shown(new)}", 0)
+
+    async def list_objects(
+        self, prefix: str = "", *, recursive: bool = True, start_after: str = ""
+    ) -> AsyncIterator[ObjectInfo]:
+        start = os.fsencode(prefix).lstrip(b"/")
+        after = os.fsencode(start_after).lstrip(b"/")
+        async for item in each(lambda: list_tree(self.point.state(), start, after, recursive)):
+            yield item
+
+    async def listdir(self, path: str = "/") -> AsyncIterator[DirEntry]:
+        parent = absolute("path", path)
+
+        def entries() -> Iterator[DirEntry]:
+            state = self.point.state()
+            node = self._must(state, parent, "path")
+            if node.kind != DIR:
+                raise Invalid.argument("path", path, "a directory; it is a " + KINDS[node.kind])
+            for name, child in state.children(parent):
+                yield directory_entry(parent, name, child)
+
+        async for item in each(entries):
+            yield item
+
+    async def checkpoint(self, name: str | None = None) -> Checkpoint:
+        made, record = await anyio.to_thread.run_sync(
+            self.core.create_checkpoint, name, self.point.branch, self.point.seq
+        )
+        return checkpoint_of(made, record)
+
+    async def checkpoints(self) -> AsyncIterator[Checkpoint]:
+        async for name in each(self.core.checkpoint_names):
+            record = await anyio.to_thread.run_sync(self.core.checkpoint_record, name)
+            yield checkpoint_of(name, record)
+
+    async def branch(self, name: str, *, checkpoint: str | None = None) -> LocalDisk:
+        def work() -> LocalDisk:
+            start = self.point
+            if checkpoint is not None:
+                record = self.core.checkpoint_record(checkpoint)
+                start = Point(self.core.branch(record.branch), record.seq, checkpoint)
+            made = self.core.create_branch(name, start)
+            return LocalDisk(self.core, Point(made), self._author)
+
+        return await anyio.to_thread.run_sync(work)
+
+    async def branches(self) -> AsyncIterator[str]:
+        async for name in each(self.core.branch_names):
+            yield name
+
+    async def merge(self, branch: Disk | str, *, on_conflict: Literal["fail", "ours", "theirs"] = "fail") -> Commit:
+        def work() -> Commit:
+            into = self.core.writable(self.point)
+            if isinstance(branch, LocalDisk):
+                if branch.id != self.id:
+                    raise Invalid.argument("branch", repr(branch), f"a branch of the same disk, {self.name!r}")
+                source = branch.point
+            else:
+                source = Point(self.core.branch(str(branch)))
+            landed = self.core.merge(into, source, on_conflict, self._author)
+            return self._commit(landed, f"merge {source.branch.name}", into.known().seq)
+
+        return await anyio.to_thread.run_sync(work)
+
+    async def log(self, *, limit: int | None = None, after: int = 0) -> AsyncIterator[Commit]:
+        if limit is not None and limit < 1:
+            raise Invalid.argument("limit", limit, "at least 1")
+        if after < 0:
+            raise Invalid.argument("after", after, "a sequence number of at least 0")
+        async for commit in each(lambda: islice(self._history(after), limit)):
+            yield commit
+
+    async def diff(self, before: str | int, after: str | int | None = None) -> AsyncIterator[Change]:
+        def changes() -> Iterator[Change]:
+            old = self.core.point(before, self.branch_name)
+            new = self.point if after is None else self.core.point(after, self.branch_name)
+            for difference in self.core.diff(old, new):
+                if not only_time(difference.before, difference.after):
+                    yield change_of(difference)
+
+        async for change in each(changes):
+            yield change
+
+    def _history(self, after: int) -> Iterator[Commit]:
+        """Newest first, reading the log a window at a time."""
+        high = self.point.branch.refresh().seq if self.point.seq is None else self.point.seq
+        while high > after:
+            low = max(after, high - BATCH)
+            entries: list[Entry] = []
+            while low < high:
+                try:
+                    entries = list(self.point.branch.history(low, high))
+                    break
+                except Trimmed as trimmed:  # here the history ends
+                    low = after = trimmed.boundary
+            for entry in reversed(entries):
+                for commit in reversed(entry.commits):
+                    if commit.effects or commit.merged_uuid:  # else it only took or released a lock
+                        yield commit_of(entry.seq, commit)
+            high = low
+
+    def _must(self, state: State, path: bytes, argument: str) -> Node:
+        node = state.get(path)
+        if node is None:
+            raise NotFound(
+                f"{argument}: disk {self.name!r} has no {'/' + shown(path)!r} on {self.at or self.branch_name!r}"
+            )
+        return node
+
+    async def locks(self) -> list[Lock]:
+        def work() -> list[Lock]:
+            held = sorted(self.point.branch.refresh().locks.values(), key=lambda lock: (lock.seq, lock.id))
+            return [lock_of(lock) for lock in held]
+
+        return await anyio.to_thread.run_sync(work)
+
+    async def break_lock(self, lock: Lock | str) -> None:
+        lock_id = lock.id if isinstance(lock, Lock) else lock
+        release = partial(self.point.branch.release, lock_id, broken=True, author=self._author)
+        await anyio.to_thread.run_sync(release)
+
+    async def gc(
+        self, *, grace_s: float = GRACE_S, keep_history_s: float = KEEP_HISTORY_S, dry_run: bool = False
+    ) -> GcReport:
+        def work() -> GcReport:
+            began_s = self.core.runtime.monotonic()
+            collected = self.core.collect(grace_s, keep_history_s, dry_run)
+            took_ms = (self.core.runtime.monotonic() - began_s) * 1e3
+            return GcReport(dry_run=dry_run, duration_ms=took_ms, **asdict(collected))
+
+        return await anyio.to_thread.run_sync(work)
+
+    async def fsck(self, *, quick: bool = False) -> FsckReport:
+        def work() -> FsckReport:
+            began_s = self.core.runtime.monotonic()
+            checked = self.core.check(quick=quick)
+            return fsck_report(checked, quick, (self.core.runtime.monotonic() - began_s) * 1e3)
+
+        return await anyio.to_thread.run_sync(work)
+
+    def _commit(self, landed: Landed, message: str, seq: int) -> Commit:
+        return Commit(
+            seq=seq if landed.seq is None else landed.seq,
+            time=when(landed.time_ns),
+            author=self._author,
+            message=message,
+            exec_id=None,
+            base_seq=seq if landed.seq is None else landed.seq - 1,
+            changes=changes_of(landed.effects),
+        )
