@@ -27,7 +27,7 @@ _COALESCE_GAP = 64 << 10
 #: Holes are handed out in pieces of this many zero bytes.
 _HOLE_CHUNK = 1 << 20
 #: A request is cut here, so that transfers run in parallel and memory stays bounded.
-_COALESCE_MAX = 8 << 20
+_COALESCE_MAX = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
