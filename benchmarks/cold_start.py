@@ -87,7 +87,7 @@ async def run(report: Report, size: Size, place: Path) -> None:
     if size != "full" and not os.environ.get("FANOUT_TEST_S3_ENDPOINT"):
         report.skip("S3", "starting a server takes too long for this size; on a local store instead, without targets")
         source = _Source(f"file://{place}/store", "", str(tar), str(tree), dict(os.environ))
-        await _measure(report, plan, place, source)
+        await _measure(report, plan, place, source, tree)
         return
     try:
         with s3.server(place) as endpoint, s3.bucket(endpoint, f"fanout-bench-cold-{os.getpid()}") as bucket:
@@ -101,9 +101,9 @@ async def run(report: Report, size: Size, place: Path) -> None:
         report.skip("S3", reason)
 
 
-async def _measure(report: Report, plan: _Plan, place: Path, source: _Source, tree: Path | None = None) -> None:
+async def _measure(report: Report, plan: _Plan, place: Path, source: _Source, tree: Path) -> None:
     async with trees.connected(place / "filling", store=source.store, s3_endpoint=source.endpoint or None) as fo:
-        await trees.filled(fo, plan.files, _FILE_BYTES)
+        await (await fo.disks.create("ws")).upload(tree)
     numbers = itertools.count()
     wanted = _wanted(plan.files)
 
@@ -123,7 +123,6 @@ async def _measure(report: Report, plan: _Plan, place: Path, source: _Source, tr
         report.ratio(f"{name}: fanout / tar", stats[f"fanout: {name}"], stats[f"tar: {name}"], limit)
     if source.endpoint:
         await _of_processes(report, plan, source, wanted, fresh)
-        assert tree is not None
         await _one_object_a_file(report, plan, source, tree, wanted, fresh, stats)
 
 
@@ -270,7 +269,8 @@ _ROOT = str(Path(__file__).resolve().parent.parent)
 def _client(endpoint: str) -> Any:
     import boto3
 
-    return boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1")
+    # A session of its own, as each connection of fanout has: boto3's default one remembers what it has parsed.
+    return boto3.session.Session().client("s3", endpoint_url=endpoint, region_name="us-east-1")
 
 
 def _call(words: list[str], environment: dict[str, str] | None = None, cwd: Path | None = None) -> str:
