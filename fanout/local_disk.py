@@ -144,7 +144,7 @@ class LocalDisk(Disk):
         )
 
     async def move(self, source: str, target: str) -> Commit:
-        old, new = tree_path("source", source, allow_root=True), tree_path("target", target, allow_root=True)
+        old, new = absolute("source", source), absolute("target", target)
         if not old or not new:
             raise Invalid.argument("source" if not old else "target", source if not old else target, "not the root")
         landed = await anyio.to_thread.run_sync(self.core.move, self.point, old, new, self._author)
