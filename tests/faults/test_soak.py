@@ -121,8 +121,8 @@ def check(disk: Disk, store: Store, said: list[dict[str, Any]]) -> None:
     for each in said:
         if each["status"] == "conflict" and each["op"] == "shared":
             assert not any(digest_ == each["hash"] for _, digest_ in puts), f"{each} was refused, and is there"
-    # Of two deletions of one path at once both may have seen it; only one of them is a commit.
-    assert deletes <= Counter(each["path"] for each in good if each["op"] == "delete")
+    # What a deletion finds may have come or gone since its writer looked: it is a commit or nothing.
+    assert deletes <= Counter(each["path"] for each in said if each["op"] == "delete")
     assert commits == START + sum(each["op"] != "delete" for each in good) + deletes.total(), "each once"
     files = contents(disk, state)
     appended = Counter(files[b"appended"].decode().splitlines(keepends=True))
