@@ -27,7 +27,8 @@ __all__ = ["Written", "host_error", "materialise"]
 
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _REOPEN = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
-_THREADS = 8
+#: More would only get in each other's way: writing small files is mostly Python, whose threads take turns.
+_THREADS = 4
 #: How much is planned at once: ranged reads are grouped within one batch.
 _BATCH_FILES = 4096
 _BATCH_BYTES = 32 << 20
