@@ -120,9 +120,11 @@ class BubblewrapEngine(Engine):
         spawner = host.spawner
         try:
             return self._launch(host, spawner, spec)
-        except SpawnerGone:
+        except EngineUnavailable as error:
             if self._closed:
-                raise EngineUnavailable("the engine is closed") from None
+                raise EngineUnavailable("the engine is closed") from error
+            if not isinstance(error, SpawnerGone):
+                raise
             for mount in spec.mounts:
                 if mount.work is not None and os.listdir(mount.work):
                     raise  # it was mounted, and can be only once

@@ -1,8 +1,8 @@
 """The process that starts an engine's sandboxes: their parent, their mount namespace, and their end.
 
-Owns the children, overlayfs mounts and the private mount namespace they are made in. Knows nothing of bwrap's
-options, limits or pipes' contents. `spawning.py` is its other side. This file is run by its path, isolated and
-without site packages, so it imports the standard library only.
+Owns the children and when they are mounted for, killed and collected. Knows nothing of bwrap's options, limits or
+pipes' contents. `spawning.py` is its other side. This file is run by its path, isolated and without site packages: it
+imports the standard library, and `overlay.py` from beside it, only.
 
 Why a process of its own: (1) bwrap binds its life to its parent's only some time after it was started; a parent that
 outlives fanout, and knows every child, kills what was still being built. (2) A sandbox's init is an orphan at its
@@ -21,6 +21,7 @@ import array
 import ctypes
 import errno
 import fcntl
+import io
 import marshal
 import os
 import re
@@ -32,24 +33,19 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
+if __package__:
+    from fanout.engine import overlay
+else:  # run by its path: of this directory it takes that one module
+    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+    import overlay  # type: ignore[no-redef, import-not-found]
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["INLINE_BYTES", "OPEN_FILES", "WANTED_OPTIONS", "overlay_options"]
+__all__ = ["ARGS", "BLOCK", "INLINE_BYTES", "STATUS"]
 
-CLONE_FS, CLONE_NEWNS = 0x200, 0x20000
-MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x4000, 0x40000
-MNT_DETACH = 0x2
 PR_SET_CHILD_SUBREAPER = 36
-
-#: Options of a writable overlay, each dropped alone where the kernel refuses it. redirect_dir makes renaming a
-#: lower directory one entry, index keeps hard links whole, volatile spares a sync of the whole file system at the
-#: end of each exec. metacopy must be off: a diff needs the data of every changed file in the upper layer.
-WANTED_OPTIONS = ("metacopy=off", "redirect_dir=on", "index=on", "xino=auto", "volatile")
-
-#: Where the private namespace keeps its mount points. It exists wherever sysfs is, and no layer can lie in it.
-MOUNT_ROOT = "/sys/fs"
 
 #: How long, and how often, a mount is tried again whose layers are still those of another: a sandbox copies all
 #: that is mounted while it is built. Others are started meanwhile.
@@ -72,9 +68,6 @@ SWEEP_S = 0.05
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
-#: A mount of a request: mount point, lowers, upper and work (both b"" if read-only).
-Overlay = tuple[bytes, tuple[bytes, ...], bytes, bytes]
-
 
 class Sandbox:
     """One request and what became of it; descriptors are -1 where closed."""
@@ -85,7 +78,7 @@ class Sandbox:
     )
 
     def __init__(
-        self, reply: socket.socket, streams: list[int], argv: tuple[bytes, ...], overlays: Sequence[Overlay]
+        self, reply: socket.socket, streams: list[int], argv: tuple[bytes, ...], overlays: Sequence[overlay.Overlay]
     ) -> None:
         self.reply = reply
         self.streams = streams  # stdin, stdout, stderr, arguments; closed once the monitor has them
@@ -117,6 +110,7 @@ class Spawner:
         self.monitors: dict[int, Sandbox] = {}
         self.inits: dict[int, Sandbox] = {}
         self.busy: list[Sandbox] = []
+        self.children = Children()
         self.epoll = select.epoll()
         self.handlers: dict[int, Callable[[], None]] = {}
         self.woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -195,9 +189,9 @@ class Spawner:
     def start(self, sandbox: Sandbox) -> None:
         """Mount and start; what is busy is left for later."""
         try:
-            for overlay in sandbox.overlays[sandbox.mounted :]:
-                os.makedirs(overlay[0], exist_ok=True)
-                _mount_overlay(overlay, self.options)
+            for wanted in sandbox.overlays[sandbox.mounted :]:
+                os.makedirs(wanted[0], exist_ok=True)
+                overlay.mount(wanted, self.options)
                 sandbox.mounted += 1
             self.spawn(sandbox)
         except OSError as error:
@@ -275,7 +269,7 @@ class Spawner:
         The directories stay, for the next ones: removing one would unmount it in the sandbox too.
         """
         for point, *_ in sandbox.overlays[: sandbox.mounted]:
-            _umount(point)
+            overlay.detach(point)
         sandbox.mounted = 0
 
     # --- ending ---------------------------------------------------------------------------------------------------
@@ -356,7 +350,7 @@ class Spawner:
 
     def sweep(self) -> None:
         """Kill every child that is no monitor: an init without one."""
-        for pid in children():
+        for pid in self.children.pids():
             if pid not in self.monitors:
                 os.kill(pid, signal.SIGKILL)
 
@@ -368,7 +362,7 @@ class Spawner:
         while True:
             while self.reap_one():
                 pass
-            left = children()
+            left = self.children.pids()
             for sandbox in [sandbox for sandbox in self.inits.values() if sandbox.ended is None]:
                 _kill_init(sandbox)
             for pid in left:
@@ -384,39 +378,31 @@ class Spawner:
                 return
 
 
-def children() -> list[int]:
-    """Return this process's children, zombies too."""
-    own = os.getpid()
-    try:
-        with open(f"/proc/self/task/{own}/children", "rb", buffering=0) as file:
-            return [int(pid) for pid in file.readall().split()]
-    except OSError:
-        pass  # a kernel without it
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
+class Children:
+    """This process's children, zombies too. What it reads is open from the start: files may be short later."""
+
+    def __init__(self) -> None:
+        self._listed: io.FileIO | None = None
         try:
-            with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
-                if int(file.read(4096).rpartition(b")")[2].split()[1]) == own:
-                    found.append(int(pid))
-        except OSError:
-            continue
-    return found
+            self._listed = io.FileIO(f"/proc/self/task/{os.getpid()}/children")
+        except FileNotFoundError:
+            pass  # a kernel without it
 
-
-def overlay_options(works: Callable[[tuple[str, ...]], bool]) -> tuple[str, ...]:
-    """Return the wanted options that this kernel takes, judged by `works`; those it refuses are dropped one by one.
-
-    OSError where not even a plain overlay can be mounted.
-    """
-    if works(WANTED_OPTIONS):
-        return WANTED_OPTIONS
-    kept: tuple[str, ...] = ()
-    if not works(kept):
-        raise OSError("the kernel mounts no overlayfs here (is the overlay module loaded?)")
-    for option in WANTED_OPTIONS:
-        if works((*kept, option)):
-            kept = (*kept, option)
-    return kept
+    def pids(self) -> list[int]:
+        """Return them; OSError where there is no telling."""
+        if self._listed is not None:
+            self._listed.seek(0)
+            return [int(pid) for pid in self._listed.readall().split()]
+        found = []
+        for pid in filter(str.isdigit, os.listdir("/proc")):
+            try:
+                with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
+                    parent = int(file.read(4096).rpartition(b")")[2].split()[1])
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if parent == os.getpid():
+                found.append(int(pid))
+        return found
 
 
 def _kill_init(sandbox: Sandbox) -> bool:
@@ -435,70 +421,6 @@ def _send(to: socket.socket, message: tuple[Any, ...], fds: Sequence[int] = ()) 
         to.sendmsg([marshal.dumps(message)], rights, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
     except OSError:
         pass
-
-
-def _enter_private_namespace() -> tuple[str, ...]:
-    """Give this process its own mount namespace, from which no mount reaches the rest of the host.
-
-    Returns the options for overlays in it.
-    """
-    if _libc.unshare(CLONE_NEWNS | CLONE_FS) != 0:
-        raise OSError(f"cannot make a mount namespace: {os.strerror(ctypes.get_errno())}")
-    try:
-        _mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
-        _umount_below(MOUNT_ROOT.encode())
-        _mount(b"fanout", MOUNT_ROOT.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, b"mode=0700")
-    except OSError as error:
-        raise OSError(f"cannot prepare the mount namespace: {error}") from error
-    return overlay_options(_try_overlay)
-
-
-def _try_overlay(options: tuple[str, ...]) -> bool:
-    """Say whether an overlay with these options mounts, on a scratch directory of the private tmpfs."""
-    top = f"{MOUNT_ROOT}/try-{len(os.listdir(MOUNT_ROOT))}".encode()
-    lower, upper, work, point = (top + name for name in (b"/lower", b"/upper", b"/work", b"/merged"))
-    for path in (lower, upper, work, point):
-        os.makedirs(path)
-    try:
-        _mount_overlay((point, (lower,), upper, work), options)
-    except OSError:
-        return False
-    _umount(point)
-    return True
-
-
-def _mount_overlay(overlay: Overlay, options: Sequence[str]) -> None:
-    point, lowers, upper, work = overlay
-    layers = [b"lowerdir=" + b":".join(_escaped(path) for path in reversed(lowers))]
-    if upper:
-        layers += [b"upperdir=" + _escaped(upper), b"workdir=" + _escaped(work), *map(str.encode, options)]
-    _mount(b"overlay", point, b"overlay", MS_NOSUID | MS_NODEV, b",".join(layers))
-
-
-def _escaped(path: bytes) -> bytes:
-    """Escape what separates options and layers, as overlayfs reads them."""
-    return path.replace(b"\\", b"\\\\").replace(b",", b"\\,").replace(b":", b"\\:")
-
-
-def _mount(source: bytes, target: bytes, kind: bytes | None, flags: int, data: bytes | None) -> None:
-    if _libc.mount(source, target, kind, ctypes.c_ulong(flags), data) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"mount {os.fsdecode(kind or b'flags')}: {os.strerror(number)}", os.fsdecode(target))
-
-
-def _umount_below(top: bytes) -> None:
-    """Drop the mounts below a directory (cgroups, bpf): each costs every sandbox a copy, and none can see them."""
-    with open("/proc/self/mounts", "rb") as file:
-        points = [line.split(b" ")[1] for line in file]
-    for point in reversed(points):
-        if point.startswith(top + b"/"):
-            _umount(point)
-
-
-def _umount(target: bytes) -> None:
-    if _libc.umount2(target, MNT_DETACH) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), os.fsdecode(target))
 
 
 def _reserve(fds: list[int]) -> list[int]:
@@ -531,7 +453,7 @@ def main(link_fd: int, parent: int, private_mounts: bool) -> None:
     link = socket.socket(fileno=link_fd)
     try:
         _prepare()
-        options = _enter_private_namespace() if private_mounts else ()
+        options = overlay.enter_private_namespace() if private_mounts else ()
         spawner = Spawner(link, parent, options)
     except OSError as error:
         _send(link, ("failed", str(error)))

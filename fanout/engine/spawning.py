@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fanout.engine import spawner
+from fanout.engine import overlay, spawner
 from fanout.engine.base import Mount
 from fanout.errors import EngineUnavailable
 
@@ -32,6 +32,10 @@ SETUP_S = 60.0
 
 #: How long the spawner may take to kill all it started, at the end.
 END_S = 10.0
+
+
+#: How long a process may take from closing its files to being dead.
+DEATH_S = 1.0
 
 
 class SpawnerGone(EngineUnavailable):
@@ -96,7 +100,7 @@ class Spawner:
         try:
             return self._free.pop()
         except IndexError:
-            return f"{spawner.MOUNT_ROOT}/{next(self._numbers)}"
+            return f"{overlay.MOUNT_ROOT}/{next(self._numbers)}"
 
     def start(self, child: Child, ours: list[int]) -> Started | None:
         """Mount the child's overlays and start it; None if it ended by itself, with a word on its stderr.
@@ -176,6 +180,8 @@ class Spawner:
     def _answer(self, reply: socket.socket, child: Child) -> Started | None:
         message, fds = self._receive(reply)
         if message is None:
+            if not _readable(DEATH_S, self.pidfd):
+                raise EngineUnavailable("cannot start a sandbox: the spawner has too many open files")
             raise SpawnerGone("the spawner of sandboxes died before it could start this one")
         self._free.extend(point for point, _ in child.overlays)
         if message[0] == "failed":

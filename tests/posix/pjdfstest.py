@@ -25,7 +25,7 @@ from pathlib import Path
 
 import anyio
 
-from fanout.engine.spawner import WANTED_OPTIONS
+from fanout.engine.overlay import WANTED_OPTIONS
 from fanout.runtime import system
 from fanout.store.memory import MemoryStore
 from fanout.view.cache import HostCache

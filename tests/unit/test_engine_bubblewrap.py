@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fanout.engine import bubblewrap, hints, rootfs, spawner
+from fanout.engine import bubblewrap, hints, overlay, rootfs
 from fanout.engine.base import Mount, Spec
 from fanout.engine.bubblewrap import BubblewrapEngine
 from fanout.engine.check import Bench, completed
@@ -20,13 +20,13 @@ from fanout.errors import EngineUnavailable, Invalid
 
 
 def test_overlay_options_are_dropped_one_by_one() -> None:
-    wanted = spawner.WANTED_OPTIONS
-    assert spawner.overlay_options(lambda options: True) == wanted
-    without = spawner.overlay_options(lambda options: "index=on" not in options)
+    wanted = overlay.WANTED_OPTIONS
+    assert overlay.chosen_options(lambda options: True) == wanted
+    without = overlay.chosen_options(lambda options: "index=on" not in options)
     assert without == tuple(option for option in wanted if option != "index=on")
-    assert spawner.overlay_options(lambda options: not options) == ()
+    assert overlay.chosen_options(lambda options: not options) == ()
     with pytest.raises(OSError, match="overlay"):
-        spawner.overlay_options(lambda options: False)
+        overlay.chosen_options(lambda options: False)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
