@@ -41,7 +41,7 @@ class _Plan(NamedTuple):
     copies: int
 
 
-_PLANS = {"full": _Plan(100, 10_000, 7, 2), "quick": _Plan(30, 2_000, 3, 0), "smallest": _Plan(2, 100, 1, 0)}
+_PLANS = {"full": _Plan(100, 10_000, 7, 2), "quick": _Plan(30, 10_000, 3, 0), "smallest": _Plan(2, 100, 1, 0)}
 
 
 async def run(report: Report, size: Size, place: Path) -> None:

@@ -98,12 +98,18 @@ def _fill(disk: LocalDisk, files: int, size: int) -> None:
 
 def _contents(files: int, size: int) -> Iterator[tuple[bytes, bytes | None]]:
     """Yield (path, bytes) for files and (path, None) for directories, parents first."""
-    blocks = [words(size, seed) for seed in range(16)]
+    # Lines are drawn anew for each file: files that were near copies of one another would flatter whoever compresses
+    # across files, and no project looks like that.
+    lines = words(2 << 20, 1).splitlines(keepends=True)
+    source = random.Random(2)
     for number in range(files):
         parent = b"d%04d" % (number // _FILES_PER_DIRECTORY)
         if number % _FILES_PER_DIRECTORY == 0:
             yield parent, None
-        yield parent + b"/f%06d.txt" % number, (b"# file %d\n" % number + blocks[number % len(blocks)])[:size]
+        text = b"# file %d\n" % number
+        while len(text) < size:
+            text += b"".join(source.choices(lines, k=1 + (size - len(text)) // 40))
+        yield parent + b"/f%06d.txt" % number, text[:size]
 
 
 def base_of(place: Path) -> Path:
