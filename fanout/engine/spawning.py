@@ -91,6 +91,7 @@ class Spawner:
         self._end = weakref.finalize(self, _end_process, os.getpid(), self._link, self.pid, self.pidfd)
         try:
             self.options = self._handshake()
+            self._link.settimeout(SETUP_S)  # for what is sent to a spawner that was stopped
         except BaseException:
             self._end()
             raise
