@@ -86,10 +86,9 @@ class Group:
         That is twice the time it has taken so far, and half a second (`group_wait_s`): calls that started together
         then need a number of entries that grows with the logarithm of how far apart they end, and no call takes more
         than three times as long. It ends early when nobody came for as long as the first member took, at most six
-        gaps. For a member of a large fan-out both bounds are wider, by as much again for every eight calls that
-        arrived about when it did and were still out at the fan-out's first group: whoever asked for fifty waits for
-        the last of them, and on a busy machine they end far apart. Writers that are much older than it are not waited
-        for: they are the long ones.
+        gaps; more for a member of a large fan-out, by as many again for every eight calls that arrived about when it
+        did and were still out at the fan-out's first group, which on a busy machine end far apart. Writers that are
+        much older than it are not waited for: they are the long ones.
         """
         tuning = self._tuning
         age_s = self._queue[0].proposal.age_s if self._queue else 0.0
@@ -102,7 +101,7 @@ class Group:
             wide = max(wide, self._fan_out[1])
         self._fan_out = arrived_s, wide
         gap_s = min(max(tuning.group_gap_s, age_s), 6 * tuning.group_gap_s * wide)
-        deadline, quiet_at = now + min(2 * age_s, tuning.group_wait_s * wide), now + gap_s
+        deadline, quiet_at = now + min(2 * age_s, tuning.group_wait_s), now + gap_s
         while len(self._queue) < min(len(self._writers) - old, tuning.group_commits) and now < min(deadline, quiet_at):
             before = len(self._queue)
             self._changed.wait(min(deadline, quiet_at) - now)
