@@ -3,9 +3,9 @@
 The public names and nothing else; docs/ARCHITECTURE.md says what is behind them.
 """
 
-from fanout.api import Disk, Disks, Fanout, connect
+from fanout.api import Disk, Disks, Fanout
 from fanout.config import Settings
-from fanout.default import exec, map, stream
+from fanout.default import connect, exec, map, stream
 from fanout.errors import (
     Busy,
     CommandFailed,

@@ -1,7 +1,7 @@
 """The public interface: connections, disks and execs. Embedded and remote connections both implement it.
 
 Owns names, defaults and docstrings of what users call, and what can be said in terms of it (`map`, `mount`).
-How it is done is in local.py (this host).
+How it is done is in local.py (this host); default.py makes connections.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, Literal
 
 import anyio
 
-from fanout.config import Settings
 from fanout.disk.paths import tree_path
 from fanout.errors import Denied, Invalid
 from fanout.format.layout import MAIN
@@ -35,7 +34,7 @@ from fanout.model import (
 )
 from fanout.run.request import check_checkout, expand
 
-__all__ = ["Disk", "Disks", "Fanout", "connect"]
+__all__ = ["Disk", "Disks", "Fanout"]
 
 Mounts = Mapping[str, "Disk | Mount"]
 #: Called with files done, bytes done and files in all (None while unknown), from another thread.
@@ -330,24 +329,3 @@ class Fanout(ABC):
         if failures:
             raise failures[0]
         return [run for run in runs if run is not None]
-
-
-def connect(
-    url: str | None = None,
-    *,
-    api_key: str | None = None,
-    store: str | None = None,
-    engine: str | None = None,
-    **settings: Any,
-) -> Fanout:
-    """Return a connection: embedded in this process by default, on the store of `store` or FANOUT_STORE.
-
-    Further settings (`cache_dir`, `cache_bytes`, `max_in_flight`, `s3_endpoint`, `root_dir`, `host_paths`, …) are the
-    fields of `fanout.Settings`. `Invalid` names a bad one. Nothing is opened before `async with`.
-    """
-    loaded = Settings.load(url=url, api_key=api_key, store=store, engine=engine, **settings)
-    if loaded.url is not None:
-        raise Invalid.argument("url", loaded.url, "remote connections are not available in this version")
-    from fanout.local import LocalFanout
-
-    return LocalFanout(loaded)

@@ -1,6 +1,6 @@
-"""`fanout.exec(...)` and friends: one embedded connection of this process, opened when first used.
+"""Making connections: `connect`, and the one that `fanout.exec(...)` and friends use, opened when first needed.
 
-Owns its life; everything else is the connection's.
+Owns which kind of connection the settings mean, and the default one's life; everything else is the connection's.
 """
 
 from __future__ import annotations
@@ -10,15 +10,38 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from fanout.api import Fanout, connect
+from fanout.api import Fanout
+from fanout.config import Settings
+from fanout.errors import Invalid
 from fanout.model import Event, Run
 
-__all__ = ["connection", "exec", "map", "stream"]
+__all__ = ["connect", "connection", "exec", "map", "stream"]
 
 #: Before thread pools are shut down, which is before `atexit`: closing still has work for them.
 _at_exit: Callable[[Callable[[], None]], Any] = getattr(threading, "_register_atexit", atexit.register)
 _lock = threading.Lock()
 _connection: Fanout | None = None
+
+
+def connect(
+    url: str | None = None,
+    *,
+    api_key: str | None = None,
+    store: str | None = None,
+    engine: str | None = None,
+    **settings: Any,
+) -> Fanout:
+    """Return a connection: embedded in this process by default, on the store of `store` or FANOUT_STORE.
+
+    Further settings (`cache_dir`, `cache_bytes`, `max_in_flight`, `s3_endpoint`, `root_dir`, `host_paths`, …) are the
+    fields of `fanout.Settings`. `Invalid` names a bad one. Nothing is opened before `async with`.
+    """
+    loaded = Settings.load(url=url, api_key=api_key, store=store, engine=engine, **settings)
+    if loaded.url is not None:
+        raise Invalid.argument("url", loaded.url, "remote connections are not available in this version")
+    from fanout.local import LocalFanout  # the rest of fanout: `import fanout` and `fanout --help` do without
+
+    return LocalFanout(loaded)
 
 
 async def connection() -> Fanout:

@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
-from fanout import api
+from fanout import api, default
 from fanout.api import Progress
 from fanout.errors import Unavailable
 from fanout.model import (
@@ -342,7 +342,7 @@ def connect(
     **settings: Any,
 ) -> Fanout:
     """Return a blocking connection; see `fanout.connect`."""
-    return Fanout(api.connect(url, api_key=api_key, store=store, engine=engine, **settings))
+    return Fanout(default.connect(url, api_key=api_key, store=store, engine=engine, **settings))
 
 
 def _inner_mounts(disks: Mounts | None) -> dict[str, api.Disk | Mount] | None:

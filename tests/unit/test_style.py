@@ -24,13 +24,14 @@ LEVELS = [
     {"api"},
     {"local_disk"},
     {"local"},
-    {"default", "sync"},
+    {"default"},
+    {"sync"},
     {"cli", "__init__"},
     {"__main__"},
 ]
 LEVEL = {name: level for level, names in enumerate(LEVELS) for name in names}
-#: Imports that cross a level's own border on purpose: `store` needs the clock's type, `api` makes its implementation.
-ALLOWED = {("api", "local"), ("cli", "__init__")}
+#: Imports that cross a level's own border on purpose.
+ALLOWED = {("cli", "__init__")}
 
 
 def part(module: str) -> str:
