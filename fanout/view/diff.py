@@ -402,9 +402,7 @@ def _notes(fd: int, spaces: tuple[str, ...]) -> dict[str, bytes]:
         names = os.listxattr(fd)
     except OSError:
         return {}
-    return {
-        name[len(space) :]: os.getxattr(fd, name) for name in names for space in spaces if name.startswith(space)
-    }
+    return {name[len(space) :]: os.getxattr(fd, name) for name in names for space in spaces if name.startswith(space)}
 
 
 def _has_parts(node: Node) -> bool:

@@ -209,9 +209,7 @@ class _Upload:
         return uid, gid
 
 
-def download(
-    reader: Reader, state: State, path: bytes, local: str | Path, *, progress: Progress | None = None
-) -> None:
+def download(reader: Reader, state: State, path: bytes, local: str | Path, *, progress: Progress | None = None) -> None:
     """Write the tree at `path`, or one file, to the local directory or file name `local`.
 
     Files that are there are replaced, and so are links: nothing is ever written through one. Other files stay. A file

@@ -32,7 +32,7 @@ def labels(report: Report) -> Iterator[str]:
 
 def test_cold_start_runs_on_a_local_store_and_says_so(tmp_path: Path) -> None:
     report = smallest("cold_start", tmp_path)
-    assert {"cat: fanout / tar", "grep: fanout / tar"} == set(labels(report))
+    assert {"cat: fanout / tar", "grep: fanout / tar", "cat: CPU time of fanout / tar"} == set(labels(report))
     assert report.met, "without a server there is no target"
     assert any("local store instead" in line for line in report.skipped)
 
