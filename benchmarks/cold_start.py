@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
+import signal
 import subprocess
 import sys
 import time
@@ -40,6 +42,8 @@ COPY_LIMIT = 8.0
 _FILE_BYTES = 5_000
 _CHUNK = 1 << 20
 _TIMEOUT_S = 900
+#: The AWS CLI hangs now and then while it streams to its output.
+_STREAM_S = 60
 _COMMANDS = {"cat": "cat {file} | wc -c", "grep": "grep -r 'file {number}$' . | wc -l"}
 
 
@@ -53,7 +57,7 @@ class _Plan(NamedTuple):
 
 
 _PLANS = {
-    "full": _Plan(20_000, 5, 1, True), "quick": _Plan(2_000, 3, 1, False), "smallest": _Plan(150, 1, 1, False)
+    "full": _Plan(20_000, 7, 1, True), "quick": _Plan(2_000, 3, 1, False), "smallest": _Plan(150, 1, 1, False)
 }  # fmt: skip
 
 #: One cold exec in a process of its own; prints the milliseconds from its first line on, imports included.
@@ -110,17 +114,22 @@ async def _measure(report: Report, plan: _Plan, place: Path, source: _Source, tr
     def fresh(what: str) -> Path:
         return place / f"{what}-{next(numbers)}"
 
+    cpu: dict[str, list[float]] = {"fanout": [], "tar": []}
     sides: dict[str, Side] = {}
     for name, command in wanted.items():
         sides[f"fanout: {name}"] = partial(_cold_exec, source, command, fresh)
     fetch = _tar_by_boto3 if source.endpoint else _tar_of_file
     sides |= _fetched("tar", partial(fetch, source), wanted, fresh)
+    for whose in cpu:
+        sides[f"{whose}: cat"] = _with_cpu(sides[f"{whose}: cat"], cpu[whose])
     found = await interleave(sides, plan.rounds)
     at = "S3" if source.endpoint else "local store"
     stats = {name: report.add(f"{name}, {plan.files} files, {at}", values) for name, values in found.items()}
     for name in wanted:
         limit = TAR_LIMIT if source.endpoint and plan.held else None
         report.ratio(f"{name}: fanout / tar", stats[f"fanout: {name}"], stats[f"tar: {name}"], limit)
+    burnt = {whose: report.add(f"{whose}: cat, its CPU time", values[1:]) for whose, values in cpu.items()}
+    report.ratio("cat: CPU time of fanout / tar", burnt["fanout"], burnt["tar"])
     if source.endpoint:
         await _of_processes(report, plan, source, wanted, fresh)
         await _one_object_a_file(report, plan, source, tree, wanted, fresh, stats)
@@ -183,6 +192,21 @@ async def _cold_exec(source: _Source, command: str, fresh: Callable[[str], Path]
     if run.raise_for_status().warm or run.stdout.split() == ["0"]:
         raise RuntimeError(f"{command!r} was not cold or found nothing: {run.stdout!r}")
     return took
+
+
+def _with_cpu(side: Side, kept: list[float]) -> Side:
+    """Keep what a side's process and its children use, in ms; the server's time is in neither."""
+
+    def used() -> float:
+        return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+
+    async def run() -> float:
+        before = used()
+        took = await side()
+        kept.append((used() - before) * 1e3)
+        return took
+
+    return run
 
 
 def _fetched(
@@ -249,7 +273,7 @@ def _tar_of_file(source: _Source, target: Path) -> None:
 
 def _tar_by_aws(source: _Source, target: Path) -> None:
     command = f"set -o pipefail; aws s3 cp --only-show-errors s3://{source.tar} - | tar -x"
-    _call(["/bin/bash", "-c", command], source.environment, cwd=target)
+    _call(["/bin/bash", "-c", command], source.environment, cwd=target, timeout_s=_STREAM_S)
 
 
 def _tree_by_rclone(source: _Source, target: Path) -> None:
@@ -273,10 +297,21 @@ def _client(endpoint: str) -> Any:
     return boto3.session.Session().client("s3", endpoint_url=endpoint, region_name="us-east-1")
 
 
-def _call(words: list[str], environment: dict[str, str] | None = None, cwd: Path | None = None) -> str:
-    done = subprocess.run(
-        words, env=environment, cwd=cwd, capture_output=True, text=True, check=False, timeout=_TIMEOUT_S
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{words[0]} gave {done.returncode}: {done.stderr.strip()[-500:]}")
-    return done.stdout
+def _call(
+    words: list[str], environment: dict[str, str] | None = None, cwd: Path | None = None, timeout_s: float = _TIMEOUT_S
+) -> str:
+    """Run a program and return what it said; at the end of its time all it started is killed, and `Skip`."""
+    with subprocess.Popen(
+        words, env=environment, cwd=cwd, text=True, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            raise Skip(f"{words[0]} did not end within {timeout_s:g} s") from None
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+    if process.returncode != 0:
+        raise RuntimeError(f"{words[0]} gave {process.returncode}: {err.strip()[-500:]}")
+    return out

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import cold_start, commit_storm, scale
 from benchmarks.__main__ import run_one
-from benchmarks.harness import Report
+from benchmarks.harness import Report, Skip
 
 
 @pytest.fixture(autouse=True)
@@ -78,6 +78,14 @@ def test_the_tree_of_a_size_has_its_parents_first_and_its_names_are_found() -> N
     source = random.Random(1)
     assert {scale._some_file(source, 120) for _ in range(50)} <= set(files)
     assert {scale._some_directory(source, 120).encode() for _ in range(50)} <= seen
+
+
+def test_a_peer_that_hangs_is_killed_with_all_it_started_and_left_out(tmp_path: Path) -> None:
+    with pytest.raises(Skip, match="did not end within 0.2 s"):
+        cold_start._call(["/bin/bash", "-c", "sleep 100 | sleep 100"], cwd=tmp_path, timeout_s=0.2)
+    assert cold_start._call(["/bin/bash", "-c", "echo said"]) == "said\n"
+    with pytest.raises(RuntimeError, match="gave 3: why"):
+        cold_start._call(["/bin/bash", "-c", "echo why >&2; exit 3"])
 
 
 def test_a_peer_that_found_nothing_is_an_error(tmp_path: Path) -> None:
