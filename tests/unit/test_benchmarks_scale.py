@@ -81,7 +81,7 @@ def test_the_tree_of_a_size_has_its_parents_first_and_its_names_are_found() -> N
 
 
 def test_a_peer_that_hangs_is_killed_with_all_it_started_and_left_out(tmp_path: Path) -> None:
-    with pytest.raises(Skip, match="did not end within 0.2 s"):
+    with pytest.raises(Skip, match=r"did not end within 0\.2 s"):
         cold_start._call(["/bin/bash", "-c", "sleep 100 | sleep 100"], cwd=tmp_path, timeout_s=0.2)
     assert cold_start._call(["/bin/bash", "-c", "echo said"]) == "said\n"
     with pytest.raises(RuntimeError, match="gave 3: why"):
