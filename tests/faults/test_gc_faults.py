@@ -100,6 +100,7 @@ def aged() -> tuple[MemoryStore, Disk]:
     disk.create_checkpoint("cp", disk.branch(), 4)
     disk.create_branch("fork", Point(disk.branch(), 5))
     put(disk, "own", b"o" * 80, "fork")
+    disk.close()  # a fold that still ran would lose what it stored to a grace of nothing
     store.put(layout.pack_key(disk.id, b"\x02" * 16), b"orphan")
     return store, disk
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -332,6 +333,8 @@ def test_on_every_store(any_store: Store) -> None:
     orphan = layout.pack_key(disk.id, b"\x02" * 16)
     any_store.put(orphan, b"x")
     assert disk.collect().freed_bytes == 0
+    if any_store.url.startswith("s3:"):
+        time.sleep(1.1)  # S3 dates objects in whole seconds, and nothing goes that may be younger than the grace
     collected = disk.collect(0, 0)
     assert collected.entries > 0
     assert any_store.head(orphan) is None
