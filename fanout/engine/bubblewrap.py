@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from fanout.engine import hints, limits, rootfs
+from fanout.engine import hints, limits, orphans, rootfs
 from fanout.engine.base import Engine, Limits, Mount, Process, Spec, check_spec
 from fanout.engine.process import Pipes, SandboxProcess, raise_setup_failure
 from fanout.engine.spawner import ARGS, BLOCK, STATUS
@@ -208,6 +208,7 @@ class BubblewrapEngine(Engine):
         for mount in spec.mounts:
             options += _mount_options(mount, points.get(id(mount)))
         options += ["--remount-ro", "/", "--chdir", spec.cwd]
+        options += ["--unsetenv", orphans.VARIABLE]  # first: a command may be given one of that name
         for name, value in spec.env.items():
             options += ["--setenv", name, value]
         if len(options) + len(spec.argv) > MAX_WORDS:

@@ -2,7 +2,7 @@
 
 Owns the children and when they are mounted for, killed and collected. Knows nothing of bwrap's options, limits or
 pipes' contents. `spawning.py` is its other side. This file is run by its path, isolated and without site packages: it
-imports the standard library, and `overlay.py` from beside it, only.
+imports the standard library, and `overlay.py` and `orphans.py` from beside it, only.
 
 Why a process of its own: (1) bwrap binds its life to its parent's only some time after it was started; a parent that
 outlives fanout, and knows every child, kills what was still being built. (2) A sandbox's init is an orphan at its
@@ -34,9 +34,10 @@ import time
 from collections.abc import Callable, Sequence
 
 if __package__:
-    from fanout.engine import overlay
-else:  # run by its path: of this directory it takes that one module
+    from fanout.engine import orphans, overlay
+else:  # run by its path: of this directory it takes these two modules
     sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+    import orphans  # type: ignore[no-redef, import-not-found]
     import overlay  # type: ignore[no-redef, import-not-found]
 
 TYPE_CHECKING = False
@@ -107,6 +108,7 @@ class Spawner:
     def __init__(self, link: socket.socket, parent: int, options: tuple[str, ...]) -> None:
         self.link = link
         self.options = options
+        self.mark = orphans.mark()
         self.monitors: dict[int, Sandbox] = {}
         self.inits: dict[int, Sandbox] = {}
         self.busy: list[Sandbox] = []
@@ -213,7 +215,7 @@ class Spawner:
             sandbox.monitor = os.posix_spawn(
                 sandbox.argv[0],
                 sandbox.argv,
-                {},
+                self.mark,
                 file_actions=[(os.POSIX_SPAWN_DUP2, fd, number) for fd, number in wanted],
                 setsid=True,
                 setsigmask=(),
@@ -459,6 +461,7 @@ def main(link_fd: int, parent: int, private_mounts: bool) -> None:
         _send(link, ("failed", str(error)))
         return
     _send(link, ("ready", options))
+    orphans.sweep()
     spawner.serve()
 
 

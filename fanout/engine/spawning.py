@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fanout.engine import overlay, spawner
+from fanout.engine import orphans, overlay, spawner
 from fanout.engine.base import Mount
 from fanout.errors import EngineUnavailable
 
@@ -279,6 +279,7 @@ def _start_process(private_mounts: bool) -> tuple[socket.socket, int, int]:
 def _end_process(owner: int, link: socket.socket, pid: int, pidfd: int) -> None:
     """End the spawner of this process; a forked child must leave its parent's alone."""
     if os.getpid() == owner:
+        killed = _readable(0, pidfd)
         try:
             link.shutdown(socket.SHUT_RDWR)  # a forked child may hold it too
         except OSError:
@@ -288,6 +289,8 @@ def _end_process(owner: int, link: socket.socket, pid: int, pidfd: int) -> None:
                 os.waitpid(pid, 0)
             except ChildProcessError:
                 pass  # collected by somebody who collects every child
+        if killed:
+            orphans.sweep()  # it had no time to kill what it was building
     link.close()
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from fanout.engine import orphans
 from fanout.engine.base import Limits, Mount, Spec
 from fanout.engine.bubblewrap import BubblewrapEngine
 from fanout.engine.check import Bench, completed
@@ -230,6 +231,8 @@ def test_a_spawner_killed_in_a_stream_of_starts_is_replaced(engine: BubblewrapEn
         assert not thread.is_alive()
     assert wrong == []
     completed(bench.run("true"))
+    engine.close()
+    assert orphans.sweep() == 0, "a sandbox that was being built outlived its spawner"
 
 
 def test_two_hundred_execs_leave_no_files_and_no_zombies(engine: BubblewrapEngine, tmp_path: Path) -> None:
