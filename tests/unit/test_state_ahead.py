@@ -18,16 +18,27 @@ from tests.support.disks import UNFOLDED, cold, new_disk, put, put_many
 _TUNING = UNFOLDED.model_copy(update={"page_entries": 2})
 
 
-class Pairs(Wrapper):
-    """A store that gives out pages only two at a time."""
+class Watched(Wrapper):
+    """A store that counts pages, holds the first one back until another is asked for, and says whether one was."""
 
-    barrier = threading.Barrier(2)
-    pages = 0
+    def __init__(self, inner: Store, patience_s: float = 0.0) -> None:
+        super().__init__(inner)
+        self._patience_s = patience_s
+        self._second = threading.Event()
+        self.pages = 0
+
+    @property
+    def overlapped(self) -> bool:
+        return self._second.is_set()
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         if "/page/" in key:
             self.pages += 1
-            self.barrier.wait(timeout=10)
+            if self.pages == 1:
+                self._second.wait(self._patience_s)
+                self._patience_s = 0.0
+            elif self._patience_s:
+                self._second.set()
         return super().get(key, start, length)
 
 
@@ -52,25 +63,15 @@ def test_a_whole_tree_is_the_same_read_ahead_or_not(disk: Disk) -> None:
 
 
 def test_pages_are_loaded_at_the_same_time(disk: Disk) -> None:
-    state = tree(disk, Pairs(disk._store))
-    assert len(list(state.below(b"", whole=True))) == 86
-    with pytest.raises(threading.BrokenBarrierError):
-        tree(disk, Hasty(disk._store)).get(b"a/00")
-
-
-class Hasty(Pairs):
-    """The same, but nobody waits for long."""
-
-    barrier = threading.Barrier(2, timeout=0.01)
-
-    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        if "/page/" in key:
-            self.barrier.wait()
-        return Wrapper.get(self, key, start, length)
+    ahead, one_by_one = Watched(disk._store, 10), Watched(disk._store, 0.05)
+    assert len(list(tree(disk, ahead).below(b"", whole=True))) == 86
+    assert ahead.overlapped
+    assert len(list(tree(disk, one_by_one).below(b""))) == 86
+    assert not one_by_one.overlapped
 
 
 def test_who_stops_early_leaves_no_thread_and_did_not_read_it_all(disk: Disk) -> None:
-    store = Counting(disk._store)
+    store = Watched(disk._store)
     state = tree(disk, store)
     before = threading.active_count()
     entries = state.below(b"", whole=True)
@@ -78,12 +79,6 @@ def test_who_stops_early_leaves_no_thread_and_did_not_read_it_all(disk: Disk) ->
     entries.close()  # type: ignore[attr-defined]
     assert threading.active_count() == before
     assert 1 <= store.pages <= 12 < len(state.snap.pages)
-
-
-class Counting(Pairs):
-    """Counts pages and never waits."""
-
-    barrier = threading.Barrier(1)
 
 
 def test_a_page_that_is_gone_is_named(disk: Disk) -> None:
