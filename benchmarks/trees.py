@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -70,13 +70,17 @@ async def connected(place: Path, **settings: Any) -> AsyncIterator[fanout.Fanout
         yield fo
 
 
-async def filled(fo: fanout.Fanout, files: int, size: int, name: str = "ws") -> fanout.Disk:
-    """Make a disk that holds what `make_tree` would write, in one commit.
+async def filled(
+    fo: fanout.Fanout, files: int, size: int, name: str = "ws", first: Mapping[str, bytes] | None = None
+) -> fanout.Disk:
+    """Make a disk that holds what `make_tree` would write, in one commit, after the objects `first`.
 
     Without writing the tree first: ext4 gives no inode away again for minutes after it was freed, and looking past
     thousands of such costs whatever makes a file next, ourselves and our peers.
     """
     disk = await fo.disks.create(name)
+    for key, data in (first or {}).items():
+        await disk.put_object(key, data)
     if files:
         assert isinstance(disk, LocalDisk)
         await anyio.to_thread.run_sync(_fill, disk, files, size)
