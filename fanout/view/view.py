@@ -157,11 +157,16 @@ def _layers(
             return [_inside(leases[-1], scope, subdirectory)]
     for scope in dict.fromkeys((b"", subdirectory)):
         for base in _candidates(cache, state, disk_id, scope):
-            changed = cache.differences.small(base.state, state, scope)
-            if changed is None:
-                continue
-            leases.append(_lease_base(cache, reader, base, disk_id, scope))
-            return _with_delta(cache, reader, base, state, wanted, changed, scope, subdirectory, leases)
+            try:
+                changed = cache.differences.small(base.state, state, scope)
+                if changed is None:
+                    continue
+                leases.append(_lease_base(cache, reader, base, disk_id, scope))
+                return _with_delta(cache, reader, base, state, wanted, changed, scope, subdirectory, leases)
+            except Corrupt:
+                # The damage may lie outside of the subdirectory, or in an old tree that only this base needs.
+                while leases:
+                    leases.pop().release()
     base = _new_base(state, wanted)
     try:
         leases.append(_lease_base(cache, reader, base, disk_id, subdirectory))

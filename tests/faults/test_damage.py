@@ -87,9 +87,10 @@ async def readable(fo: Fanout, line: str = "ws") -> tuple[dict[str, bytes], dict
 
 
 @pytest.mark.parametrize("how", ["corrupted", "truncated", "missing"])
-async def test_a_damaged_pack(store: Store, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize("which", range(5))
+async def test_a_damaged_pack(store: Store, tmp_path: Path, how: str, which: int) -> None:
     disk_id, _ = await folded(store, tmp_path / "one")
-    key = keys(store, disk_id, "pack")[3]
+    key = keys(store, disk_id, "pack")[which]
     spoil(store, key, how)
     async with connected(store, tmp_path / "two", tuning=TUNING) as fo:
         disk = await fo.disks.get("ws")
