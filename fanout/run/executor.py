@@ -87,6 +87,8 @@ class LocalExecutor:
                 self._submit(job.id, work, stop)
                 try:
                     while (event := await mailbox.get()) is not None:
+                        if isinstance(event, Finished):
+                            mailbox.ended = True  # all of it is over: nothing is left to wait for
                         yield event
                 finally:
                     if not mailbox.ended:
@@ -112,9 +114,11 @@ class LocalExecutor:
                 raise _closing("before the command started")
             self._wake[job.id] = wake
             started = self._scheduler.arrive(job.id, job.arrived_s)
-        self._start(started)
+        at_once = job.id in started  # then it need not be told, which takes a turn of the event loop
+        self._start([other for other in started if other != job.id])
         try:
-            await event.wait()
+            if not at_once:
+                await event.wait()
             yield lambda: self._leave(job.id)
         finally:
             self._leave(job.id)
