@@ -311,7 +311,7 @@ class Fanout(ABC):
             raise Invalid.argument("max_in_flight", max_in_flight, "at least 1")
         runs: list[Run | None] = [None] * len(commands)
         failures: list[BaseException] = []
-        gate = anyio.Semaphore(max_in_flight or max(len(commands), 1))
+        gate = anyio.Semaphore(max_in_flight or max(len(commands), 1), fast_acquire=True)
 
         async def one(index: int) -> None:
             try:
