@@ -207,7 +207,24 @@ def execute(
         commit_ms=(done_s - returned_s) * 1e3,
         total_ms=(done_s - job.arrived_s) * 1e3,
     )
-    run = Run(
+    run = _result(job, host, exit, streams, mounted, commits, timing)
+    if failure is not None:
+        failure.run = run  # type: ignore[attr-defined]
+        raise failure
+    return run
+
+
+def _result(
+    job: Job,
+    host: Host,
+    exit: Exit,
+    streams: _Streams,
+    mounted: Sequence[_Mounted],
+    commits: Mapping[str, RunCommit],
+    timing: Timing,
+) -> Run:
+    """Say what became of a job."""
+    return Run(
         id=job.id,
         command=job.command,
         status=exit.status,
@@ -226,10 +243,6 @@ def execute(
         commits=commits,
         conflict=next((commit.conflict for commit in commits.values() if commit.conflict), None),
     )
-    if failure is not None:
-        failure.run = run  # type: ignore[attr-defined]
-        raise failure
-    return run
 
 
 def _check_out(job: Job, host: Host, cancel: Cancel, stack: ExitStack) -> dict[str, str]:

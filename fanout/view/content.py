@@ -233,44 +233,45 @@ class _Work:
         bundles: list[tuple[_Shared, list[bytes]]] = []
         sizes: dict[bool, int] = {}
         open_bundles: dict[bool, tuple[_Shared, list[bytes]]] = {}
-        alone: list[int] = []
+        alone: list[tuple[int, bool]] = []
         for place, raw in enumerate(raws):
             text = is_text(raw)
-            known = self._known(raw) if self._reuse else None
-            if known is not None:
-                encoded[place] = _Frame(b"", len(raw), known, text)
-            elif len(raw) > self._share_below:
-                alone.append(place)
+            share = len(raw) <= self._share_below
+            digest = hashlib.sha256(raw).digest() if share or self._reuse else b""
+            if self._stored(digest, len(raw)):
+                encoded[place] = _Frame(b"", len(raw), digest, text)
+            elif not share:
+                alone.append((place, text))
             else:
                 bundle = open_bundles.get(text)
                 if bundle is None or sizes[text] + len(raw) > self._packer.tuning.shared_frame_bytes:
                     bundle = open_bundles[text] = (_Shared(text), [])
                     bundles.append(bundle)
                     sizes[text] = 0
-                encoded[place] = _Part(bundle[0], sizes[text], hashlib.sha256(raw).digest())
+                encoded[place] = _Part(bundle[0], sizes[text], digest)
                 bundle[1].append(raw)
                 sizes[text] += len(raw)
         for shared, parts in bundles:
             shared.raw = b"".join(parts)
-        together = [*(shared.raw for shared, _ in bundles), *(raws[place] for place in alone)]
+        together = [*(shared.raw for shared, _ in bundles), *(raws[place] for place, _ in alone)]
         frames = iter(encode_frames(together))
         for shared, _ in bundles:
             shared.frame = next(frames)
-        for place, (frame, digest) in zip(alone, frames, strict=True):
-            encoded[place] = _Frame(frame, len(raws[place]), digest, is_text(raws[place]))
+        for (place, text), (frame, digest) in zip(alone, frames, strict=True):
+            encoded[place] = _Frame(frame, len(raws[place]), digest, text)
         return [one for one in encoded if one is not None]
 
-    def _known(self, raw: bytes) -> bytes | None:
-        """Return the digest of what the disk stores already."""
-        digest = hashlib.sha256(raw).digest()
+    def _stored(self, digest: bytes, size: int) -> bool:
+        """Whether the disk has these bytes already."""
         known = self._reuse.get(digest)
-        return digest if known is not None and known.size == len(raw) else None
+        return known is not None and known.size == size
 
     def _encode(self, raw: bytes, text: bool) -> _Frame:
         """Compress a run unless the disk has it; equal size makes that likely enough to hash first."""
-        known = self._known(raw) if self._reuse else None
-        if known is not None:
-            return _Frame(b"", len(raw), known, text)
+        if self._reuse:
+            digest = hashlib.sha256(raw).digest()
+            if self._stored(digest, len(raw)):
+                return _Frame(b"", len(raw), digest, text)
         frame, digest = encode_frame(raw)
         return _Frame(frame, len(raw), digest, text)
 

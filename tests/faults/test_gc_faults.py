@@ -22,13 +22,14 @@ from fanout.disk.disk import Disk, Point
 from fanout.disk.trim import Trimmed
 from fanout.errors import Limit, Unavailable, Unknown
 from fanout.format import layout
-from fanout.store.base import ObjectMeta, Store
+from fanout.store.base import Store
 from fanout.store.local import LocalStore
 from fanout.store.memory import MemoryStore
-from fanout.store.wrap import Fault, Faulty, Wrapper
+from fanout.store.wrap import Fault, Faulty
 from tests import support
 from tests.support.disks import TINY, check_refs, check_tree, cold, contents, get, hasty, new_disk, put
 from tests.support.late import HASTY
+from tests.support.requests import EveryRequest
 
 T = TypeVar("T")
 SCRIPT = Path(support.__file__).parent / "late.py"
@@ -38,7 +39,7 @@ class Died(BaseException):
     """The process is no more."""
 
 
-class Hooked(Wrapper):
+class Hooked(EveryRequest):
     """Calls `action` just before the k-th request."""
 
     def __init__(self, inner: Store, k: int, action: Callable[[], None]) -> None:
@@ -48,26 +49,11 @@ class Hooked(Wrapper):
         self.count = 0
         self._lock = threading.Lock()
 
-    def create(self, key: str, data: bytes) -> None:
-        self._at(lambda: self.inner.create(key, data))
-
-    def put(self, key: str, data: bytes) -> None:
-        self._at(lambda: self.inner.put(key, data))
-
-    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        return self._at(lambda: self.inner.get(key, start, length))
-
-    def head(self, key: str) -> ObjectMeta | None:
-        return self._at(lambda: self.inner.head(key))
-
-    def list(self, prefix: str = "", start_after: str = "", limit: int | None = None) -> Iterator[ObjectMeta]:
-        return self._at(lambda: self.inner.list(prefix, start_after, limit))
-
     def delete(self, keys: Sequence[str]) -> None:
         for key in keys:  # as a process can be killed between two keys of one request
-            self._at(lambda key=key: self.inner.delete([key]))  # type: ignore[misc]
+            self.at(lambda key=key: self.inner.delete([key]))  # type: ignore[misc]
 
-    def _at(self, request: Callable[[], T]) -> T:
+    def at(self, request: Callable[[], T]) -> T:
         with self._lock:
             self.count += 1
             if self.count == self._k:
@@ -82,7 +68,7 @@ class Dying(Hooked):
         super().__init__(inner, 0, lambda: None)
         self._last = k
 
-    def _at(self, request: Callable[[], T]) -> T:
+    def at(self, request: Callable[[], T]) -> T:
         with self._lock:
             self.count += 1
             if self.count >= self._last:

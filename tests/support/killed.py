@@ -12,22 +12,22 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 from fanout.config import Tuning
 from fanout.disk.catalogue import Catalogue
 from fanout.runtime import system
-from fanout.store.base import ObjectMeta, Store
+from fanout.store.base import Store
 from fanout.store.local import LocalStore
 from fanout.store.open import open_store
-from fanout.store.wrap import Wrapper
 from tests.support.disks import TINY, put, put_many
+from tests.support.requests import EveryRequest
 
 T = TypeVar("T")
 
 
-class Killing(Wrapper):
+class Killing(EveryRequest):
     """Kills this process before or after the k-th request."""
 
     def __init__(self, inner: Store, k: int, when: str) -> None:
@@ -37,25 +37,7 @@ class Killing(Wrapper):
         self._count = 0
         self._lock = threading.Lock()
 
-    def create(self, key: str, data: bytes) -> None:
-        self._at(lambda: self.inner.create(key, data))
-
-    def put(self, key: str, data: bytes) -> None:
-        self._at(lambda: self.inner.put(key, data))
-
-    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
-        return self._at(lambda: self.inner.get(key, start, length))
-
-    def head(self, key: str) -> ObjectMeta | None:
-        return self._at(lambda: self.inner.head(key))
-
-    def list(self, prefix: str = "", start_after: str = "", limit: int | None = None) -> Iterator[ObjectMeta]:
-        return self._at(lambda: self.inner.list(prefix, start_after, limit))
-
-    def delete(self, keys: Sequence[str]) -> None:
-        self._at(lambda: self.inner.delete(keys))
-
-    def _at(self, request: Callable[[], T]) -> T:
+    def at(self, request: Callable[[], T]) -> T:
         with self._lock:
             self._count += 1
             mine = self._count == self._k
