@@ -28,8 +28,8 @@ from fanout.store.memory import MemoryStore
 from fanout.store.wrap import Fault, Faulty
 from tests import support
 from tests.support.disks import TINY, check_refs, check_tree, cold, contents, get, hasty, new_disk, put
+from tests.support.every_request import EveryRequest
 from tests.support.late import HASTY
-from tests.support.requests import EveryRequest
 
 T = TypeVar("T")
 SCRIPT = Path(support.__file__).parent / "late.py"

@@ -22,7 +22,7 @@ from fanout.store.base import Store
 from fanout.store.local import LocalStore
 from fanout.store.open import open_store
 from tests.support.disks import TINY, put, put_many
-from tests.support.requests import EveryRequest
+from tests.support.every_request import EveryRequest
 
 T = TypeVar("T")
 
