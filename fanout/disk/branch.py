@@ -21,13 +21,14 @@ from fanout.disk.fold import fold
 from fanout.disk.fresh import PackAges
 from fanout.disk.group import Group
 from fanout.disk.load import load_state, newest_snap, spans
-from fanout.disk.log import Log
+from fanout.disk.log import Deleted, Log
 from fanout.disk.merge import Policy, Rebased, diverged, rebase
 from fanout.disk.paths import shown
 from fanout.disk.proposal import Landed, Proposal, Waiting
 from fanout.disk.state import Pages, State
 from fanout.disk.trim import Trimmed, fence
 from fanout.errors import Conflict, Corrupt, FanoutError, LeaseLost, NotFound, Unavailable, Unknown
+from fanout.format import layout
 from fanout.format.entry import BranchRecord, Commit, Entry, Put
 from fanout.format.lock import Acquire, LockOp, Release, locks_after
 from fanout.format.tree import Node, Ref, Snap
@@ -132,11 +133,13 @@ class Branch:
     def relist(self) -> int:
         """Look where the log is trimmed, advance to its tail and rest on the newest snap; returns the boundary.
 
-        Two listings, and what is new. A tree from below the boundary is loaded anew: the entry after it is gone, which
-        makes it no tail.
+        Two listings, a look for the disk, and what is new. A tree from below the boundary is loaded anew: the entry
+        after it is gone, which makes it no tail.
         """
         listed_s = self._runtime.uptime()
         boundary = fence(self._store, self._disk_id, self.uuid)
+        if self._store.head(layout.disk_key(self._disk_id)) is None:
+            raise Deleted(f"the disk {self._disk_id} was deleted")
         behind = self.known().seq < boundary
         if not behind:
             try:

@@ -1,7 +1,7 @@
 """How long ago something was known to be so, for what garbage collection allows only a while.
 
-Owns measuring that for packs. What follows for logs is decided in branch.py, for folds in fold.py; all by
-`Runtime.uptime`, which goes on while the machine sleeps.
+Owns measuring that for packs, and the time by the store's clock. What follows for logs is decided in branch.py, for
+folds in fold.py; all by `Runtime.uptime`, which goes on while the machine sleeps.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from fanout.errors import Limit
+from fanout.errors import Limit, Unavailable
 from fanout.runtime import Runtime
+from fanout.store.base import Store
 
-__all__ = ["PackAges"]
+__all__ = ["PackAges", "store_now"]
 
 #: How many packs of this process are remembered: 1.6 TB at 16 MiB each.
 _PACKS = 100_000
@@ -54,3 +55,16 @@ class PackAges:
         with self._lock:
             for pack in packs:
                 self._since.pop(pack, None)
+
+
+def store_now(store: Store, runtime: Runtime) -> int:
+    """Return the time by the store's own clock, in ns: that of an object stored now. Three requests."""
+    key = f"probe/now-{runtime.hex_id(16)}"
+    try:
+        store.put(key, b"what time is it?")
+        meta = store.head(key)
+    finally:
+        store.delete([key])
+    if meta is None:
+        raise Unavailable(f"{store.url} does not show an object that was just stored")
+    return meta.modified_ns

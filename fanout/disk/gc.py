@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from itertools import islice
 
+from fanout.disk.fresh import store_now
 from fanout.disk.log import Log
 from fanout.disk.reach import LogView, Reach
 from fanout.disk.record import pause, read_back
@@ -83,7 +84,7 @@ def collect(
     for name, value in (("grace_s", grace_s), ("keep_history_s", keep_history_s)):
         if not isinstance(value, int | float) or not 0 <= value <= 1e10:
             raise Invalid.argument(name, value, "seconds, 0 or more")
-    now_ns = _store_now(store, runtime)
+    now_ns = store_now(store, runtime)
     oldest_ns = now_ns - int(grace_s * 1e9)
     reach = Reach(store, record, now_ns - int(max(grace_s, keep_history_s) * 1e9))
     reach.scan()
@@ -121,19 +122,6 @@ def collect(
         kept_bytes=there["bytes"] - sum(packs.values()),
         trimmed={names.get(uuid, uuid): view.boundary for uuid, view in sorted(reach.logs.items()) if view.boundary},
     )
-
-
-def _store_now(store: Store, runtime: Runtime) -> int:
-    """Return the time by the store's own clock: that of an object stored now."""
-    key = f"probe/gc-{runtime.hex_id(16)}"
-    try:
-        store.put(key, b"what time is it?")
-        meta = store.head(key)
-    finally:
-        store.delete([key])
-    if meta is None:
-        raise Unavailable(f"{store.url} does not show an object that was just stored")
-    return meta.modified_ns
 
 
 def _unmarked(store: Store, prefix: str, marked: Set[bytes], oldest_ns: int) -> tuple[dict[str, int], dict[str, int]]:

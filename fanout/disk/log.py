@@ -1,7 +1,7 @@
 """The commit protocol: one branch's log of create-only entries.
 
-Owns appending (what to believe of every answer a store can give) and reading forward. Knows nothing of trees:
-the caller builds each entry for the tail it is handed.
+Owns appending (what to believe of every answer a store can give) and reading forward, to a seal if there is one.
+Knows nothing of trees: the caller builds each entry for the tail it is handed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,19 @@ from fanout.disk.record import ATTEMPTS, pause, read_back
 from fanout.disk.trim import refuse_trimmed
 from fanout.errors import Corrupt, Exists, FanoutError, NotFound, Unavailable, Unknown
 from fanout.format import layout
-from fanout.format.entry import Entry, decode_entry, encode_entry
+from fanout.format.entry import Entry, decode_entry, encode_entry, is_seal
 from fanout.runtime import Runtime
 from fanout.store.base import Store
 
-__all__ = ["Log"]
+__all__ = ["Deleted", "Log"]
 
 _READ_PARALLEL = 16
+#: Stands for a seal where an entry was looked for.
+_SEAL = Entry(b"", 0, 0, ())
+
+
+class Deleted(NotFound):
+    """The disk was deleted; nothing can be read of it or committed to it any more."""
 
 
 class Log:
@@ -32,12 +38,20 @@ class Log:
         self._runtime = runtime
 
     def read(self, seq: int) -> Entry | None:
-        """Return one entry, or None where it does not exist. One request."""
+        """Return one entry, or None where it does not exist; `Deleted` for a seal. One request."""
+        entry = self._load(seq)
+        if entry is _SEAL:
+            raise Deleted(f"the disk {self._disk_id} was deleted")
+        return entry
+
+    def _load(self, seq: int) -> Entry | None:
         key = self._key(seq)
         try:
             data = self._store.get(key)
         except NotFound:
             return None
+        if is_seal(data):
+            return _SEAL
         entry = decode_entry(data, key)
         if entry.seq != seq:
             raise Corrupt(f"{key}: says it is entry {entry.seq}")
@@ -93,6 +107,8 @@ class Log:
             except (Exists, Unknown) as error:
                 failure = error
                 there = self._read_back(entry, error)
+                if there is _SEAL:
+                    raise Deleted(f"the disk {self._disk_id} was deleted; nothing was written") from None
                 if there is not None and there.write_id == entry.write_id:
                     return there
                 if there is not None:
@@ -117,7 +133,7 @@ class Log:
 
     def _read_back(self, entry: Entry, failure: FanoutError) -> Entry | None:
         key = self._key(entry.seq)
-        return read_back(self._store, key, lambda: self.read(entry.seq), failure, self._runtime)
+        return read_back(self._store, key, lambda: self._load(entry.seq), failure, self._runtime)
 
     def _newest(self, seq: int) -> int:
         """Return the newest sequence number after `seq`, or `seq`. A listing may leave out what comes meanwhile."""

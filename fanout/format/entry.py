@@ -36,6 +36,8 @@ __all__ = [
     "encode_checkpoint",
     "encode_disk",
     "encode_entry",
+    "encode_seal",
+    "is_seal",
 ]
 
 #: What a Put did to its path: a new name, new content, new attributes, or only a directory's mtime.
@@ -145,6 +147,15 @@ def encode_entry(entry: Entry) -> bytes:
 def decode_entry(data: bytes, key: str) -> Entry:
     """Decode a log entry; `Corrupt` names `key`."""
     return envelope.decode(envelope.ENTRY, data, _entry_decoder, key)
+
+
+def encode_seal(write_id: bytes) -> bytes:
+    """Encode what stands in a log where nothing may be committed any more: its disk was deleted."""
+    return envelope.encode(envelope.SEAL, write_id)
+
+
+def is_seal(data: bytes) -> bool:
+    return envelope.kind_of(data) == envelope.SEAL
 
 
 def encode_disk(record: DiskRecord) -> bytes:

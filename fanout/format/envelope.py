@@ -14,10 +14,25 @@ import zstandard
 
 from fanout.errors import Corrupt
 
-__all__ = ["BRANCH", "CHECKPOINT", "DISK", "ENTRY", "PAGE", "SNAP", "VERSION", "decode", "encode"]
+__all__ = [
+    "BRANCH",
+    "CHECKPOINT",
+    "DISK",
+    "ENTRY",
+    "KEY",
+    "MASTER",
+    "PAGE",
+    "SEAL",
+    "SNAP",
+    "VERSION",
+    "decode",
+    "encode",
+    "kind_of",
+]
 
 VERSION = 1
-DISK, BRANCH, CHECKPOINT, ENTRY, SNAP, PAGE = b"D", b"B", b"C", b"E", b"S", b"P"
+DISK, BRANCH, CHECKPOINT, ENTRY, SNAP, PAGE, SEAL = b"D", b"B", b"C", b"E", b"S", b"P", b"X"
+KEY, MASTER = b"A", b"M"  # K is a kept record (trim.py)
 
 _MAGIC = b"FAN"
 _HEADER = 4 + 1 + 16
@@ -38,6 +53,11 @@ def encode(kind: bytes, value: object, salt: bytes = b"") -> bytes:
     if salt:
         payload += struct.pack("<II", _SKIPPABLE, len(salt)) + salt
     return b"".join((_MAGIC, kind, bytes([VERSION]), hashlib.sha256(payload).digest()[:16], payload))
+
+
+def kind_of(data: bytes) -> bytes:
+    """Return the kind of a framed object, unverified; b"" for what is none."""
+    return data[3:4] if data[:3] == _MAGIC else b""
 
 
 def decode(kind: bytes, data: bytes, decoder: msgspec.msgpack.Decoder[T], key: str) -> T:

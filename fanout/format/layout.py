@@ -11,8 +11,11 @@ from fanout.errors import Invalid
 
 __all__ = [
     "CATALOGUE",
+    "KEYS",
     "MAIN",
+    "MASTER_KEY",
     "SEQ_MAX",
+    "access_key",
     "branch_key",
     "branch_prefix",
     "check_branch_name",
@@ -22,6 +25,7 @@ __all__ = [
     "disk_key",
     "disk_prefix",
     "is_disk_id",
+    "is_log_key",
     "is_seq_key",
     "kept_key",
     "kept_prefix",
@@ -42,6 +46,10 @@ __all__ = [
 MAIN = "main"
 #: Prefix of the create-only objects that make disk names unique.
 CATALOGUE = "names/"
+#: Prefix of the create-only records of API keys.
+KEYS = "keys/"
+#: The secret that S3 secrets and share links are derived from; create-only.
+MASTER_KEY = "master"
 #: Largest sequence number a 20-digit key can hold in a signed 64-bit integer.
 SEQ_MAX = 2**63 - 1
 
@@ -70,6 +78,10 @@ def check_branch_name(argument: str, value: object) -> str:
 def is_disk_id(value: str) -> bool:
     """Whether `value` has the form of a disk id, `dsk-` and 16 hex digits."""
     return _DISK_ID.fullmatch(value) is not None
+
+
+def access_key(key_id: str) -> str:
+    return f"{KEYS}{key_id}"
 
 
 def name_key(name: str) -> str:
@@ -140,6 +152,11 @@ def page_key(disk_id: str, page_hash: bytes) -> str:
 def pack_key(disk_id: str, pack_id: bytes) -> str:
     digits = pack_id.hex()
     return f"disks/{disk_id}/pack/{digits[-2:]}/{digits}"
+
+
+def is_log_key(key: str) -> bool:
+    """Whether `key` is that of a log entry."""
+    return is_seq_key(key) and "/log/" in key
 
 
 def is_seq_key(key: str) -> bool:

@@ -13,7 +13,9 @@ from fanout.disk.merge import Intent, Policy
 from fanout.disk.proposal import Proposal
 from fanout.errors import Conflict, Denied, Exists, FanoutError, Invalid, NotFound, Unavailable
 from fanout.format import layout
+from fanout.format.entry import is_seal
 from fanout.format.tree import Node
+from fanout.runtime import Runtime
 from fanout.store.base import Store
 from fanout.store.memory import MemoryStore
 from fanout.store.wrap import Fault, Faulty
@@ -42,7 +44,7 @@ def test_create_get_list_delete(store: Store) -> None:
     put(made, "f", b"1")
     assert get(other.get("ws"), "f") == b"1"
     other.delete("ws")
-    assert list(store.list()) == []
+    assert all(is_seal(store.get(meta.key)) for meta in store.list()), "only the log is sealed"
     for gone in ("ws", made.id):
         with pytest.raises(NotFound, match=gone):
             other.get(gone)
@@ -82,7 +84,67 @@ def test_an_interrupted_delete_can_be_called_again(store: Store, nth: int) -> No
         Catalogue(broken, hasty(), TINY).delete("ws")
     except Unavailable:
         Catalogue(store, hasty(), TINY).delete("ws")
-    assert {meta.key for meta in store.list()} == kept
+    left = {meta.key for meta in store.list() if not meta.key.startswith("probe/")} - kept
+    assert kept <= {meta.key for meta in store.list()}
+    assert left, "the log is sealed"
+    assert all(is_seal(store.get(key)) for key in left)
+
+
+@pytest.mark.parametrize("behind", [0, 1, 3])
+@pytest.mark.parametrize("sleepy", [False, True])
+def test_who_holds_a_deleted_disk_open_commits_nothing(store: Store, behind: int, sleepy: bool) -> None:
+    """However many commits of others he has missed, and even if he was frozen until no seal can be counted on."""
+    late_s = 0.0
+    clock = Runtime(uptime=lambda: late_s, sleep=lambda seconds: None)
+    mine = Catalogue(store, clock, UNFOLDED).create("ws")
+    put(mine, "a", b"1")
+    mine.create_branch("b", main(mine))
+    put(mine, "a", b"2", branch="b")
+    theirs = Catalogue(store, hasty(), UNFOLDED)
+    for n in range(behind):
+        put(theirs.get("ws"), f"n{n}", b"x")
+    theirs.delete("ws")
+    fresh = theirs.create("ws")
+    if sleepy:
+        for meta in list(store.list(f"disks/{mine.id}/")):
+            store.delete([meta.key])  # as if they had been too old to be sealed
+        late_s = UNFOLDED.stale_s + 1
+    with pytest.raises(NotFound, match="deleted"):
+        put(mine, "lost", b"2")
+    with pytest.raises(NotFound, match="deleted"):
+        put(mine, "lost", b"2", branch="b")
+    with pytest.raises(NotFound, match="deleted"):
+        mine.branch().refresh()
+    assert not list(fresh.branch().refresh().below(b""))
+    with pytest.raises(NotFound):
+        theirs.get(mine.id)
+
+
+def test_a_commit_that_races_a_deletion_is_before_it_or_refused(store: Store) -> None:
+    disk = Catalogue(store, hasty(), UNFOLDED).create("ws")
+    stop = threading.Event()
+    outcome: list[str] = []
+
+    def commit() -> None:
+        n = 0
+        while not stop.is_set():
+            try:
+                put(disk, f"f{n}", b"x")
+            except NotFound as error:
+                outcome.append(str(error))
+                return
+            n += 1
+
+    writers = [threading.Thread(target=commit) for _ in range(4)]
+    for writer in writers:
+        writer.start()
+    Catalogue(store, hasty(), UNFOLDED).delete("ws")
+    for writer in writers:
+        writer.join(timeout=20)
+    stop.set()
+    assert len(outcome) == 4
+    assert all("deleted" in each for each in outcome)
+    assert all(is_seal(store.get(meta.key)) for meta in store.list(f"disks/{disk.id}/"))
 
 
 @pytest.mark.parametrize("kind", ["lost", "echo", "refused", "unavailable"])
