@@ -1,0 +1,1 @@
+"""Engine `qemu`: every command in a virtual machine of its own. Owns no code; see the modules."""
