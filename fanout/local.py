@@ -42,7 +42,7 @@ from fanout.store.base import Store
 from fanout.store.open import open_store
 from fanout.view.cache import HostCache
 
-__all__ = ["LocalFanout"]
+__all__ = ["Acting", "LocalFanout"]
 
 T = TypeVar("T")
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -100,23 +100,39 @@ class LocalFanout(Fanout):
             "disks": disks, "cwd": cwd, "env": env, "stdin": stdin, "timeout_s": timeout_s, "network": network,
             "commit": commit, "cpus": cpus, "memory_mib": memory_mib,
         }  # fmt: skip
-        key = request.check_key(idempotency_key)
-        call = partial(self._exec, command, options)
-        return await (call() if key is None else self._once.run(key, _fingerprint(command, options), call))
+        return await self._exec_once(command, options, idempotency_key, "", None)
 
     async def stream(self, command: str, **options: Any) -> AsyncGenerator[Event, None]:
+        async with aclosing(self._stream(command, options, None)) as events:
+            async for event in events:
+                yield event
+
+    def acting_as(self, author: str, scope: str = "") -> Acting:
+        """Return this connection for somebody whose commits say `author`. `scope` keeps idempotency keys apart."""
+        return Acting(self, author, scope)
+
+    async def _exec_once(
+        self, command: str, options: Mapping[str, Any], idempotency_key: str | None, scope: str, author: str | None
+    ) -> Run:
+        key = request.check_key(idempotency_key)
+        call = partial(self._exec, command, options, author)
+        if key is None:
+            return await call()
+        return await self._once.run(f"{scope}\0{key}", _fingerprint(command, options), call)
+
+    async def _stream(self, command: str, options: dict[str, Any], author: str | None) -> AsyncGenerator[Event, None]:
         if options.pop("idempotency_key", None) is not None:
             raise Invalid("idempotency_key is set: a stream cannot be joined; use exec")
-        job = await self._job(command, options)
+        job = await self._job(command, options, author)
         async with aclosing(self._executor.stream(job)) as events:
             async for event in events:
                 yield event
 
-    async def _exec(self, command: str, options: Mapping[str, Any]) -> Run:
-        job = await self._job(command, options)
+    async def _exec(self, command: str, options: Mapping[str, Any], author: str | None) -> Run:
+        job = await self._job(command, options, author)
         return await self._executor.run(job)
 
-    async def _job(self, command: str, options: Mapping[str, Any]) -> Job:
+    async def _job(self, command: str, options: Mapping[str, Any], author: str | None) -> Job:
         """Check everything that can be checked, and resolve names, before anything starts."""
         self._check_open()
         arrived_s = self._runtime.monotonic()
@@ -147,7 +163,7 @@ class LocalFanout(Fanout):
         if known is None:
             known = await anyio.to_thread.run_sync(self._lines.look_up, mounts)
         self._check_open()
-        return Job(id=job_id, mounts=known, author=self._author, arrived_s=arrived_s, **checked)
+        return Job(id=job_id, mounts=known, author=author or self._author, arrived_s=arrived_s, **checked)
 
     # -- blocking side --------------------------------------------------------------------------------------
 
@@ -207,11 +223,38 @@ class LocalFanout(Fanout):
                 self._engine = engine
 
 
+class Acting(Fanout):
+    """An embedded connection in somebody's name. Opening and closing it is left to whoever owns the connection."""
+
+    def __init__(self, fanout: LocalFanout, author: str, scope: str) -> None:
+        self._fanout = fanout
+        self._author = author
+        self._scope = scope
+        self.disks: LocalDisks = LocalDisks(fanout, author)
+
+    async def open(self) -> Acting:
+        return self
+
+    async def aclose(self) -> None:
+        pass
+
+    async def exec(self, command: str, *, idempotency_key: str | None = None, **options: Any) -> Run:
+        return await self._fanout._exec_once(
+            command, {**_OPTIONS, **options}, idempotency_key, self._scope, self._author
+        )
+
+    async def stream(self, command: str, **options: Any) -> AsyncGenerator[Event, None]:
+        async with aclosing(self._fanout._stream(command, options, self._author)) as events:
+            async for event in events:
+                yield event
+
+
 class LocalDisks(Disks):
     """The disks of an embedded connection."""
 
-    def __init__(self, fanout: LocalFanout) -> None:
+    def __init__(self, fanout: LocalFanout, author: str | None = None) -> None:
         self._fanout = fanout
+        self._author = author
 
     async def create(self, name: str) -> LocalDisk:
         return await self._call(lambda: self._handle(self._fanout._catalogue.create(name)))
@@ -246,7 +289,7 @@ class LocalDisks(Disks):
         return self._handle(core, core.point(line) if line else None)
 
     def _handle(self, core: CoreDisk, point: Point | None = None) -> LocalDisk:
-        return LocalDisk(core, point or core.point(), self._fanout._author)
+        return LocalDisk(core, point or core.point(), self._author or self._fanout._author)
 
 
 _OPTIONS: dict[str, Any] = {

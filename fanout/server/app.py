@@ -1,0 +1,102 @@
+"""The one ASGI application: REST under `/api`, a few pages about the server itself, S3 everywhere else.
+
+Owns which part answers a request, who may ask, and how large a body may be. The routes are archil.py's and native.py's,
+S3 is s3/'s.
+"""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from fanout.server import answers
+from fanout.server.answers import Refused, answer_of, failure
+from fanout.server.caller import Caller, principal_of
+from fanout.server.state import State
+
+__all__ = ["create_app"]
+
+#: First parts of paths that are ours; all else is a bucket's. On the S3 port these are buckets, too.
+OURS = frozenset({"api", "docs", "healthz", "metrics", "openapi.json", "readyz"})
+
+
+class Application:
+    """Dispatches a request to REST or to S3. `s3_port`: the local port on which all is S3, if there is one."""
+
+    def __init__(self, state: State, rest: ASGIApp, s3: ASGIApp) -> None:
+        self.state = state
+        self.s3_port: int | None = None
+        self._rest = rest
+        self._s3 = s3
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _lifespan(receive, send)
+            return
+        if scope["type"] != "http":
+            return
+        first = scope["path"].split("/", 2)[1] if scope["path"].startswith("/") else ""
+        server = scope.get("server")
+        if first not in OURS or (self.s3_port is not None and server is not None and server[1] == self.s3_port):
+            await self._s3(scope, receive, send)
+        elif first != "api":
+            await self._rest(scope, receive, send)
+        else:
+            await self._api(scope, receive, send)
+
+    async def _api(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let nobody have a body read who may not ask."""
+        try:
+            scope["fanout.caller"] = Caller(self.state, await principal_of(self.state, scope))
+            limited = _limited(scope, receive, self.state.limits.json_bytes)
+        except Exception as error:
+            await answer_of(error)(scope, receive, send)
+            return
+        await self._rest(scope, limited, send)
+
+
+def create_app(state: State) -> Application:
+    """Return the application that serves an opened state."""
+    rest = FastAPI(title="fanout", docs_url="/docs", redoc_url=None, openapi_url="/openapi.json")
+    answers.install(rest)
+
+    @rest.get("/healthz", include_in_schema=False)
+    async def healthz() -> dict[str, str]:
+        return {"status": "alive"}
+
+    return Application(state, rest, _no_s3)
+
+
+async def _no_s3(scope: Scope, receive: Receive, send: Send) -> None:
+    await failure(501, "not_implemented", "this server has no S3 gateway")(scope, receive, send)
+
+
+def _limited(scope: Scope, receive: Receive, most: int) -> Receive:
+    """Return a `receive` that raises `Refused` (413) where a body is longer than `most`; at once if it says so."""
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit() and int(value) > most:
+            raise _too_long(most)
+    had = 0
+
+    async def limited() -> Message:
+        nonlocal had
+        message = await receive()
+        if message["type"] == "http.request":
+            had += len(message.get("body", b""))
+            if had > most:
+                raise _too_long(most)
+        return message
+
+    return limited
+
+
+def _too_long(most: int) -> Refused:
+    return Refused(413, "limit", f"the body is longer than the {most} bytes this server takes", {"Connection": "close"})
+
+
+async def _lifespan(receive: Receive, send: Send) -> None:
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

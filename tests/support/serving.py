@@ -1,0 +1,94 @@
+"""A real server process for tests, and what is needed to talk to it."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Running", "running_server"]
+
+
+@dataclass
+class Running:
+    """A server that runs. `token` is its administrator's (that of the first server on the store made it).
+
+    `s3_url` is a port on which all is S3; `access_key` and `secret_key` are the token's for S3. `log` holds what the
+    server logged.
+    """
+
+    url: str
+    s3_url: str
+    token: str
+    access_key: str
+    secret_key: str
+    store: str
+    process: subprocess.Popen[str]
+    log: Path
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Send a signal and wait for the end; returns the exit code."""
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+
+@contextmanager
+def running_server(
+    directory: Path,
+    *arguments: str,
+    store: str | None = None,
+    token: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
+) -> Iterator[Running]:
+    """Run `fanout serve` in a process of its own, on free ports, below `directory`; it is stopped in the end.
+
+    `arguments` go to `serve`, `options` before it. `store` (default: a directory) and `token`: those of another server
+    to share a bucket with.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    store = store or f"file://{directory / 'store'}"
+    log = Path(tempfile.mkstemp(prefix="server-", suffix=".log", dir=directory)[1])
+    command = [sys.executable, "-m", "fanout", "--store", store, "--cache-dir", tempfile.mkdtemp(dir=directory)]
+    command += [*options, "serve", "--port", "0", "--s3-port", "0", *arguments]
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env={**os.environ, **(environ or {})}
+        )
+    try:
+        assert process.stdout is not None
+        told = process.stdout.readline()
+        found = re.search(r"at (http://\S+) \(S3: (http://\S+),", told)
+        assert found, f"the server did not start: {told}{log.read_text()}"
+        if token is None and "--no-auth" not in arguments:
+            token = process.stdout.readline().split()[-1]
+        access_key, secret_key = _s3_credentials(store, token) if token else ("", "")
+        yield Running(found[1], found[2], token or "", access_key, secret_key, store, process, log)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        process.communicate()
+
+
+def _s3_credentials(store: str, token: str) -> tuple[str, str]:
+    from fanout.runtime import system
+    from fanout.server.keys import Keys
+    from fanout.store.open import open_store
+
+    opened = open_store(store)
+    try:
+        key_id = token.split("-")[1]
+        return key_id, Keys(opened, system).s3_secret(key_id)
+    finally:
+        opened.close()
