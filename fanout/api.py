@@ -7,10 +7,10 @@ How it is done is in local.py (this host); default.py makes connections.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import anyio
 
@@ -34,9 +34,11 @@ from fanout.model import (
 )
 from fanout.run.request import check_checkout, expand
 
-__all__ = ["Disk", "Disks", "Fanout"]
+__all__ = ["Content", "Disk", "Disks", "Fanout"]
 
 Mounts = Mapping[str, "Disk | Mount"]
+#: What a file is made of: all at once, or bit by bit.
+Content = bytes | str | AsyncIterable[bytes] | BinaryIO
 #: Called with files done, bytes done and files in all (None while unknown), from another thread.
 Progress = Callable[[int, int, int | None], None]
 
@@ -114,15 +116,27 @@ class Disk(ABC):
         """Write the file or tree at `remote` to a local path. Nothing outside of `local` is written."""
 
     @abstractmethod
-    async def put_object(self, key: str, data: bytes | str, *, mode: int = 0o644) -> ObjectInfo:
+    async def put_object(self, key: str, data: Content, *, mode: int = 0o644) -> ObjectInfo:
         """Store one file, durably, with the directories it needs. A key that ends in `/` makes a directory.
 
+        `data` is bytes, or text that is stored as UTF-8, or (of any size, with bounded memory) an async iterable of
+        bytes or a file that is open for reading bytes. All of it becomes visible in one commit, or nothing of it.
         `Conflict` where a directory has the name, or a file has the name of a directory it needs.
         """
 
     @abstractmethod
-    async def get_object(self, key: str) -> bytes:
-        """Return one file's bytes; `NotFound`, or `Invalid` for a directory or link."""
+    async def get_object(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
+        """Return one file's bytes, or those from `start` up to `end` (exclusive; the file's end by default).
+
+        What is asked for beyond the file's end is left out. `NotFound`, or `Invalid` for a directory or link.
+        """
+
+    @abstractmethod
+    def read_object(self, key: str, *, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:
+        """Like `get_object`, yielding the bytes in chunks (of 4 MiB at most, as stored by default).
+
+        All chunks are of the file as it was at the start, whatever becomes of it meanwhile.
+        """
 
     @abstractmethod
     async def head_object(self, key: str) -> ObjectInfo | None:

@@ -16,7 +16,7 @@ from typing import Literal
 import anyio
 import anyio.to_thread
 
-from fanout.api import Disk, Progress
+from fanout.api import Content, Disk, Progress
 from fanout.disk.disk import Disk as CoreDisk
 from fanout.disk.disk import Point
 from fanout.disk.gc import GRACE_S, KEEP_HISTORY_S
@@ -39,7 +39,7 @@ from fanout.model import (
     ObjectInfo,
 )
 from fanout.run import request
-from fanout.run.bridge import BATCH, each
+from fanout.run.bridge import BATCH, Pull, each
 from fanout.run.changes import change_of, changes_of
 from fanout.run.describe import (
     KINDS,
@@ -108,27 +108,45 @@ class LocalDisk(Disk):
 
         await anyio.to_thread.run_sync(work)
 
-    async def put_object(self, key: str, data: bytes | str, *, mode: int = 0o644) -> ObjectInfo:
-        body = request.check_bytes("data", data)
-        if not isinstance(mode, int) or not 0 <= mode <= 0o7777:
-            raise Invalid.argument("mode", mode, "permission bits, 0 to 0o7777")
-        is_directory = isinstance(key, str) and key.endswith("/") and key.strip("/") != ""
-        path = tree_path("key", key.rstrip("/") if is_directory else key)
+    async def put_object(self, key: str, data: Content, *, mode: int = 0o644) -> ObjectInfo:
+        content = request.check_content("data", data)
+        path, is_directory = request.check_object(key, mode)
+        if is_directory:
+            request.check_no_content("data", content)
 
-        def work() -> ObjectInfo:
-            if is_directory:
-                if body:
-                    raise Invalid.argument("data", body, "empty, for a key that ends in / and so makes a directory")
-                self.core.make_directory(self.point, path, 0o755 if mode == 0o644 else mode, self._author)
-                node = self.core.writable(self.point).known().get(path)
-                return object_info(path, node or directory())
+        def directory_there() -> ObjectInfo:
+            self.core.make_directory(self.point, path, 0o755 if mode == 0o644 else mode, self._author)
+            node = self.core.writable(self.point).known().get(path)
+            return object_info(path, node or directory())
+
+        def whole(body: bytes) -> ObjectInfo:
             return object_info(path, self.core.put_object(self.point, path, body, mode, self._author))
 
-        return await anyio.to_thread.run_sync(work)
+        def stream(pull: Pull) -> ObjectInfo:
+            size = self.core.tuning.extent_bytes  # of the first run: how much is to come is not known
+            node = self.core.put_content(self.point, path, size, pull.read, mode, self._author)
+            return object_info(path, node)
 
-    async def get_object(self, key: str) -> bytes:
+        if is_directory:
+            return await anyio.to_thread.run_sync(directory_there)
+        if isinstance(content, bytes):
+            return await anyio.to_thread.run_sync(whole, content)
+        pull = Pull("data", content)
+        try:
+            return await anyio.to_thread.run_sync(stream, pull)
+        finally:
+            pull.stop()
+
+    async def get_object(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
         path = tree_path("key", key)
-        return (await anyio.to_thread.run_sync(self.core.read_file, self.point, path))[1]
+        request.check_range(start, end)
+        return await anyio.to_thread.run_sync(lambda: b"".join(self.core.read_file(self.point, path, start, end)))
+
+    async def read_object(self, key: str, *, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:
+        path = tree_path("key", key)
+        request.check_range(start, end)
+        async for chunk in each(lambda: self.core.read_file(self.point, path, start, end), 1):
+            yield chunk
 
     async def head_object(self, key: str) -> ObjectInfo | None:
         path = tree_path("key", key.rstrip("/") or "/", allow_root=True)

@@ -12,8 +12,9 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, BinaryIO, Literal, TypeVar, cast
 
+import anyio.to_thread
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from fanout import api, default
@@ -37,6 +38,7 @@ from fanout.model import (
 __all__ = ["Disk", "Disks", "Fanout", "connect"]
 
 T = TypeVar("T")
+Content = bytes | str | Iterable[bytes] | BinaryIO
 Mounts = Mapping[str, "Disk | Mount"]
 
 
@@ -145,13 +147,17 @@ class Disk:
         """See `fanout.Disk.download`."""
         self._bridge.call(lambda: self._inner.download(remote, local, progress=progress))
 
-    def put_object(self, key: str, data: bytes | str, *, mode: int = 0o644) -> ObjectInfo:
-        """See `fanout.Disk.put_object`."""
-        return self._bridge.call(lambda: self._inner.put_object(key, data, mode=mode))
+    def put_object(self, key: str, data: Content, *, mode: int = 0o644) -> ObjectInfo:
+        """See `fanout.Disk.put_object`; `data` may be an iterable of bytes, where that takes an async one."""
+        return self._bridge.call(lambda: self._inner.put_object(key, _inner_content(data), mode=mode))
 
-    def get_object(self, key: str) -> bytes:
+    def get_object(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
         """See `fanout.Disk.get_object`."""
-        return self._bridge.call(lambda: self._inner.get_object(key))
+        return self._bridge.call(lambda: self._inner.get_object(key, start=start, end=end))
+
+    def read_object(self, key: str, *, start: int = 0, end: int | None = None) -> Iterator[bytes]:
+        """See `fanout.Disk.read_object`."""
+        return self._bridge.each(lambda: self._inner.read_object(key, start=start, end=end))
 
     def head_object(self, key: str) -> ObjectInfo | None:
         """See `fanout.Disk.head_object`."""
@@ -349,6 +355,22 @@ def _inner_mounts(disks: Mounts | None) -> dict[str, api.Disk | Mount] | None:
     if disks is None:
         return None
     return {name: given._inner if isinstance(given, Disk) else given for name, given in disks.items()}
+
+
+def _inner_content(data: Content) -> api.Content:
+    if (
+        isinstance(data, bytes | bytearray | memoryview | str)
+        or hasattr(data, "read")
+        or not isinstance(data, Iterable)
+    ):
+        return cast(api.Content, data)
+    chunks = iter(data)
+
+    async def each() -> AsyncIterator[bytes]:
+        while (chunk := await anyio.to_thread.run_sync(next, chunks, None)) is not None:
+            yield chunk
+
+    return each()
 
 
 def _inner_options(options: Mapping[str, Any]) -> dict[str, Any]:

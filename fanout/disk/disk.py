@@ -6,7 +6,7 @@ The deep module of this layer: everything above reaches trees and commits throug
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fanout.config import Tuning
@@ -34,6 +34,7 @@ from fanout.format.entry import (
     encode_branch,
     encode_checkpoint,
 )
+from fanout.format.extents import cut, size_of
 from fanout.format.tree import DIR, FILE, SYMLINK, Node, directory
 from fanout.runtime import Runtime
 from fanout.store.base import Store
@@ -217,8 +218,6 @@ class Disk:
 
         `Conflict` where a directory has its name, or a file the name of a directory it needs.
         """
-        branch = self.writable(point)
-        packer = self.packer()
         rest = memoryview(data)
 
         def read(size: int) -> bytes:
@@ -226,9 +225,24 @@ class Disk:
             chunk, rest = bytes(rest[:size]), rest[size:]
             return chunk
 
-        refs = packer.add_content(len(data), read)
-        packed = packer.finish()
-        node = Node(FILE, mode, self.runtime.now_ns(), len(data), refs)
+        return self.put_content(point, path, len(data), read, mode, author)
+
+    def put_content(
+        self, point: Point, path: bytes, size: int, read: Callable[[int], bytes], mode: int, author: str = ""
+    ) -> Node:
+        """Like `put_object` for a file of about `size` bytes, of which `read(n)` gives the next n until it gives b"".
+
+        Holds a few packs in memory, whatever the size. What `read` raises is raised, and nothing is stored.
+        """
+        branch = self.writable(point)
+        packer = self.packer()
+        try:
+            refs = packer.add_content(size, read)
+            packed = packer.finish()
+        except BaseException:
+            packer.abandon()
+            raise
+        node = Node(FILE, mode, self.runtime.now_ns(), size_of(refs), refs)
         intent = Intent(path, None, node)
         proposal = Proposal([intent], Policy.STRICT, blobs=packed.blobs, author=author, message=f"put {shown(path)}")
         branch.commit(proposal)
@@ -343,8 +357,8 @@ class Disk:
         """Return the node at a path of a point's tree, or None."""
         return point.state().get(path)
 
-    def read_file(self, point: Point, path: bytes) -> tuple[Node, bytes]:
-        """Return a file's node and whole content; `NotFound`, and `Invalid` for what is no file."""
+    def file_at(self, point: Point, path: bytes) -> tuple[State, Node]:
+        """Return a file's node and the tree it is in; `NotFound`, and `Invalid` for what is no file."""
         state = point.state()
         node = state.get(path)
         if node is None:
@@ -352,7 +366,16 @@ class Disk:
         if node.kind != FILE:
             what = "a symbolic link" if node.kind == SYMLINK else "a directory"
             raise Invalid.argument("key", shown(path), f"it is {what}, not a file")
-        return node, self.reader.read(node.data, state.blob_bytes())
+        return state, node
+
+    def read_file(self, point: Point, path: bytes, start: int = 0, end: int | None = None) -> Iterator[bytes]:
+        """Yield a file's bytes from `start` up to `end` (exclusive; its end by default), an extent at a time.
+
+        `NotFound` and `Invalid` as in `file_at`. What is asked for beyond the end of the file is left out.
+        """
+        state, node = self.file_at(point, path)
+        refs = cut(node.data, start, node.size if end is None else end)
+        return self.reader.chunks(refs, state.blob_bytes())
 
     def log(self, point: Point, after: int = 0) -> Iterator[Entry]:
         """Yield the entries that led to a point, oldest first, from `after` on."""

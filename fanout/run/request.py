@@ -5,11 +5,12 @@ Owns every rule about the arguments of an exec. Opens nothing.
 
 from __future__ import annotations
 
+import io
 import math
 import re
 import shlex
-from collections.abc import Iterable, Mapping
-from typing import get_args
+from collections.abc import AsyncIterable, Iterable, Mapping
+from typing import BinaryIO, cast, get_args
 
 from fanout.config import MAX_TIMEOUT_S
 from fanout.disk.paths import MAX_PATH_BYTES, tree_path
@@ -23,6 +24,7 @@ __all__ = [
     "check_checkout",
     "check_command",
     "check_commit",
+    "check_content",
     "check_cwd",
     "check_disks",
     "check_env",
@@ -30,6 +32,9 @@ __all__ = [
     "check_limits",
     "check_mount_name",
     "check_network",
+    "check_no_content",
+    "check_object",
+    "check_range",
     "check_stdin",
     "expand",
 ]
@@ -105,6 +110,46 @@ def check_bytes(argument: str, value: object) -> bytes:
     if isinstance(value, bytes | bytearray | memoryview):
         return bytes(value)
     raise Invalid.argument(argument, value, "bytes or str")
+
+
+def check_content(argument: str, value: object) -> bytes | AsyncIterable[bytes] | BinaryIO:
+    """Contents come at once, as in `check_bytes`, or bit by bit: from an async iterable, or a file open for reading."""
+    if isinstance(value, AsyncIterable):
+        return value
+    if hasattr(value, "read") and callable(value.read):
+        if isinstance(value, io.TextIOBase):
+            raise Invalid.argument(
+                argument, value, "a file that is open for reading bytes, as open(path, 'rb') returns"
+            )
+        return cast(BinaryIO, value)
+    if not isinstance(value, str | bytes | bytearray | memoryview):
+        raise Invalid.argument(
+            argument, value, "bytes, str, an async iterable of bytes or a file open for reading bytes"
+        )
+    return check_bytes(argument, value)
+
+
+def check_no_content(argument: str, content: object) -> None:
+    """A directory has no contents."""
+    if content != b"":
+        raise Invalid.argument(argument, content, "empty, for a key that ends in / and so makes a directory")
+
+
+def check_object(key: object, mode: object) -> tuple[bytes, bool]:
+    """Return the path a key names and whether it is to be a directory: a key that ends in `/`."""
+    if type(mode) is not int or not 0 <= mode <= 0o7777:
+        raise Invalid.argument("mode", mode, "permission bits, 0 to 0o7777")
+    is_directory = isinstance(key, str) and key.endswith("/") and key.strip("/") != ""
+    path = tree_path("key", key.rstrip("/") if is_directory and isinstance(key, str) else cast(str, key))
+    return path, is_directory
+
+
+def check_range(start: object, end: object) -> None:
+    """A byte range is 0 <= start <= end; an end of None is that of the file."""
+    if type(start) is not int or start < 0:
+        raise Invalid.argument("start", start, "bytes, 0 or more")
+    if end is not None and (type(end) is not int or end < start):
+        raise Invalid.argument("end", end, f"bytes, at least start ({start}), or None for the end of the file")
 
 
 def check_limits(timeout_s: object, cpus: object, memory_mib: object) -> Limits:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 import fanout
@@ -132,6 +133,102 @@ async def test_sizes(disk: Disk, size: int) -> None:
     data = os.urandom(size)
     assert (await disk.put_object("f", data)).size == size
     assert await disk.get_object("f") == data
+
+
+@pytest.mark.parametrize("size", [0, 1, 5, (4 << 20) + 3])
+async def test_ranges(disk: Disk, size: int) -> None:
+    data = os.urandom(size)
+    await disk.put_object("f", data)
+    ends = sorted({0, 1, size // 2, max(size - 1, 0), size, size + 1})
+    for start in ends:
+        for end in (each for each in (*ends, None) if each is None or each >= start):
+            wanted = data[start:end]
+            assert await disk.get_object("f", start=start, end=end) == wanted, (start, end)
+            assert b"".join([part async for part in disk.read_object("f", start=start, end=end)]) == wanted
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "says"), [(-1, None, "start is -1"), (2, 1, "end is 1"), (True, None, "start"), (0, 1.5, "end")]
+)
+async def test_bad_ranges(disk: Disk, start: Any, end: Any, says: str) -> None:
+    await disk.put_object("f", b"abc")
+    with pytest.raises(Invalid, match=says):
+        await disk.get_object("f", start=start, end=end)
+    with pytest.raises(Invalid, match=says):
+        await anext(aiter(disk.read_object("f", start=start, end=end)))
+
+
+async def test_reading_what_is_no_file(disk: Disk) -> None:
+    await disk.put_object("d/f", b"")
+    with pytest.raises(NotFound, match="nope"):
+        await anext(aiter(disk.read_object("nope")))
+    with pytest.raises(Invalid, match="directory"):
+        await anext(aiter(disk.read_object("d")))
+
+
+async def test_a_read_goes_on_in_the_file_it_began_with(disk: Disk) -> None:
+    data = os.urandom(9 << 20)
+    await disk.put_object("f", data)
+    chunks = aiter(disk.read_object("f"))
+    first = await anext(chunks)
+    assert len(first) < len(data)
+    await disk.put_object("f", b"other")
+    assert first + b"".join([chunk async for chunk in chunks]) == data
+
+
+async def pieces(data: bytes, size: int) -> AsyncIterator[bytes]:
+    for at in range(0, len(data), size):
+        yield data[at : at + size]
+
+
+@pytest.mark.parametrize("size", [0, 1, 100_000, (9 << 20) + 1])
+async def test_put_streams(disk: Disk, tmp_path: Path, size: int) -> None:
+    data = os.urandom(size)
+    put = await disk.put_object("s/f", pieces(data, 70_001), mode=0o600)
+    assert (put.key, put.size, put.mode) == ("s/f", size, 0o600)
+    assert await disk.head_object("s/f") == put
+    assert await disk.get_object("s/f") == data
+    (tmp_path / "local").write_bytes(data)
+    with open(tmp_path / "local", "rb") as file:
+        assert (await disk.put_object("s/g", file)).size == size
+    assert await disk.get_object("s/g") == data
+    assert len([commit async for commit in disk.log()]) == 2, "each in one commit"
+
+
+async def test_a_stream_that_breaks_stores_nothing(disk: Disk, tmp_path: Path) -> None:
+    async def broken() -> AsyncIterator[bytes]:
+        yield os.urandom(9 << 20)
+        raise ValueError("broke")
+
+    async def of_text() -> AsyncIterator[bytes]:
+        yield "text"  # type: ignore[misc]
+
+    with pytest.raises(ValueError, match="broke"):
+        await disk.put_object("f", broken())
+    with pytest.raises(Invalid, match="data is 'text'"):
+        await disk.put_object("f", of_text())
+    (tmp_path / "text").write_text("text")
+    with open(tmp_path / "text") as file, pytest.raises(Invalid, match="rb"):
+        await disk.put_object("f", file)  # type: ignore[arg-type]
+    with pytest.raises(Invalid, match="directory"):
+        await disk.put_object("d/", pieces(b"", 1))
+    assert await disk.head_object("f") is None
+    assert [commit async for commit in disk.log()] == []
+
+
+async def test_a_stream_whose_caller_goes_away_stores_nothing(disk: Disk) -> None:
+    asked = anyio.Event()
+
+    async def stuck() -> AsyncIterator[bytes]:
+        yield b"some"
+        asked.set()
+        await anyio.sleep_forever()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(disk.put_object, "f", stuck())
+        await asked.wait()
+        group.cancel_scope.cancel()
+    assert await disk.head_object("f") is None
 
 
 async def test_keys_that_are_directories(disk: Disk) -> None:

@@ -236,6 +236,12 @@ def test_blocking(blocking: fanout.sync.Fanout, tmp_path: Path) -> None:
     assert [d.name for d in fo.disks.list()] == ["ws"]
     disk.put_object("d/f", b"x")
     assert disk.get_object("d/f") == b"x"
+    assert disk.put_object("bits", (bytes([i]) * 10 for i in range(3))).size == 30
+    with open(__file__, "rb") as file:
+        disk.put_object("bits", file)
+    assert disk.get_object("bits", start=3, end=9) == Path(__file__).read_bytes()[3:9]
+    assert b"".join(disk.read_object("bits", start=5)) == Path(__file__).read_bytes()[5:]
+    disk.delete_object("bits")
     head = disk.head_object("d/f")
     assert head is not None
     assert [o.key for o in disk.list_objects()] == ["d/f"]
@@ -249,7 +255,7 @@ def test_blocking(blocking: fanout.sync.Fanout, tmp_path: Path) -> None:
     assert list(disk.branches()) == ["br", "main"]
     disk.merge(branch)
     assert [c.path for c in disk.diff("base", "main")] == ["g", "h"]
-    assert [c.seq for c in disk.log()] == [3, 2, 1]
+    assert [c.seq for c in disk.log()] == [6, 5, 4, 3, 2, 1]
     disk.move("/g", "/i")
     disk.delete_object("i")
     disk.upload(__file__, "/up.py")
