@@ -53,6 +53,11 @@ class LocalExecutor:
             async for event in events:
                 yield event
 
+    def load(self) -> tuple[int, int]:
+        """Return how many jobs hold a slot, and how many wait for one."""
+        with self._lock:
+            return self._scheduler.running, self._scheduler.waiting
+
     def close(self) -> None:
         """Stop what waits and what runs (their callers get `Unavailable`), and wait for the threads."""
         with self._lock:

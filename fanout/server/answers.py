@@ -1,12 +1,11 @@
 """What a REST call is answered with: the envelope, and every error as a status, a code and one sentence.
 
-Owns the mapping from exceptions to answers. Nothing unexpected reaches a caller: it is logged, with the request's id.
+Owns the mapping from exceptions to answers. Nothing of an unexpected one reaches a caller; observed.py logs it.
 """
 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,26 +13,24 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
 
 from fanout.errors import TABLE, FanoutError
 from fanout.server.state import Draining, Saturated
 
-__all__ = ["BUSY_RETRY_S", "Refused", "answer_of", "failure", "install", "success"]
+__all__ = ["BUSY_RETRY_S", "Refused", "answer_of", "broken", "failure", "install", "success"]
 
 #: Retry-After of errors that pass by themselves, in seconds.
 BUSY_RETRY_S = 1
 _CODES = {401: "unauthorized", 404: "not_found", 405: "method_not_allowed", 413: "limit"}
-_log = logging.getLogger("fanout.server")
 
 
-class Refused(Exception):
+class Refused(HTTPException):
     """A request that is answered with this status and code before anything is done."""
 
     def __init__(self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> None:
-        super().__init__(message)
-        self.status = status
+        super().__init__(status, message, headers)
         self.code = code
-        self.headers = dict(headers or {})
 
 
 def success(data: object = None, *, status: int = 200, **top: object) -> Response:
@@ -49,7 +46,7 @@ def failure(status: int, code: str, message: str, headers: Mapping[str, str] | N
 def answer_of(error: Exception) -> Response:
     """Return what a request that ended with `error` is answered."""
     if isinstance(error, Refused):
-        return failure(error.status, error.code, str(error), error.headers)
+        return failure(error.status_code, error.code, error.detail, error.headers)
     if isinstance(error, Saturated):
         return failure(429, "no_capacity", str(error), {"Retry-After": str(error.retry_after_s)})
     if isinstance(error, Draining):
@@ -63,7 +60,6 @@ def answer_of(error: Exception) -> Response:
     if isinstance(error, HTTPException):
         code = _CODES.get(error.status_code, "invalid")
         return failure(error.status_code, code, str(error.detail), error.headers)
-    _log.error("unexpected error", exc_info=error)
     return failure(500, "internal", "an internal error; the server's log has it under the X-Request-Id of this answer")
 
 
@@ -73,8 +69,13 @@ def install(app: FastAPI) -> None:
     async def handle(request: Request, error: Exception) -> Response:
         return answer_of(error)
 
-    for kind in (Refused, Saturated, Draining, FanoutError, RequestValidationError, HTTPException, Exception):
+    for kind in (Saturated, Draining, FanoutError, RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, handle)
+
+
+async def broken(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer a request that ended with an unexpected error."""
+    await answer_of(RuntimeError())(scope, receive, send)
 
 
 def _what_is_invalid(error: RequestValidationError) -> str:

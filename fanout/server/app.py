@@ -6,12 +6,15 @@ S3 is s3/'s.
 
 from __future__ import annotations
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fanout.server import answers
 from fanout.server.answers import Refused, answer_of, failure
 from fanout.server.caller import Caller, principal_of
+from fanout.server.observed import Observed
 from fanout.server.state import State
 
 __all__ = ["create_app"]
@@ -28,16 +31,19 @@ class Application:
         self.s3_port: int | None = None
         self._rest = rest
         self._s3 = s3
+        self._observed = Observed(state, self._dispatch)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await _lifespan(receive, send)
-            return
-        if scope["type"] != "http":
-            return
+        elif scope["type"] == "http":
+            await self._observed(scope, receive, send)
+
+    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         first = scope["path"].split("/", 2)[1] if scope["path"].startswith("/") else ""
         server = scope.get("server")
         if first not in OURS or (self.s3_port is not None and server is not None and server[1] == self.s3_port):
+            scope["fanout.route"] = "s3"
             await self._s3(scope, receive, send)
         elif first != "api":
             await self._rest(scope, receive, send)
@@ -63,6 +69,16 @@ def create_app(state: State) -> Application:
     @rest.get("/healthz", include_in_schema=False)
     async def healthz() -> dict[str, str]:
         return {"status": "alive"}
+
+    @rest.get("/readyz", include_in_schema=False)
+    async def readyz() -> Response:
+        if await state.is_ready():
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "draining" if state.draining else "the store does not answer"}, 503)
+
+    @rest.get("/metrics", include_in_schema=False)
+    async def metrics() -> Response:
+        return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     return Application(state, rest, _no_s3)
 

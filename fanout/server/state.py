@@ -14,15 +14,20 @@ import anyio.to_thread
 
 from fanout.api import Fanout
 from fanout.config import Settings
-from fanout.errors import Denied, NotFound
+from fanout.errors import Denied, FanoutError, NotFound
 from fanout.local import LocalFanout
 from fanout.local_disk import LocalDisk
 from fanout.runtime import Runtime, system
 from fanout.server.keys import ANONYMOUS, Keys, Principal, Right
+from fanout.server.metrics import Metrics
 from fanout.store.open import open_store
 from fanout.store.wrap import Metered
 
 __all__ = ["Draining", "Saturated", "ServerLimits", "State"]
+
+
+#: How long the store may take to answer while this server calls itself ready, in seconds.
+_READY_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +92,7 @@ class State:
         await anyio.to_thread.run_sync(work)
         self.keys = Keys(self.store, self.runtime)
         self.fanout = LocalFanout(self.settings, store=self.store, runtime=self.runtime)
+        self.metrics = Metrics(self.store.usage, lambda: (self.execs_in_flight, *self.fanout.load()))
         await self.fanout.open()
         return self
 
@@ -137,6 +143,18 @@ class State:
             self.execs_in_flight -= 1
             if self.draining and not self.execs_in_flight:
                 self._idle.set()
+
+    async def is_ready(self) -> bool:
+        """Whether requests can be served: the store answers in time, and no shutdown has begun."""
+        if self.draining:
+            return False
+        with anyio.move_on_after(_READY_S):
+            try:
+                await anyio.to_thread.run_sync(self.keys.any, abandon_on_cancel=True)
+                return True
+            except FanoutError:
+                pass
+        return False
 
     async def drain(self) -> bool:
         """Admit no more execs and wait for those under way, `grace_s` at most; returns whether all ended."""
