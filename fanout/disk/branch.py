@@ -11,6 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 
 from fanout.config import Tuning
 from fanout.disk.checkout import Line, Taken, locked_paths, overlapping
@@ -315,8 +316,10 @@ class Branch:
             proposal = waiting.proposal
             waiting.error = None
             try:
+                if proposal.plan is not None:
+                    proposal = replace(proposal, intents=proposal.plan(working))
                 operations = self._lock_operations(proposal, working, now_ns)
-                result = self._rebase(waiting, working, state.seq, grouped, blobs)
+                result = self._rebase(proposal, waiting, working, state.seq, grouped, blobs)
                 if self._ages is not None:
                     self._ages.check(packs_of(result.effects))
             except FanoutError as error:
@@ -363,10 +366,15 @@ class Branch:
         return (Release(own),) if own else ()
 
     def _rebase(
-        self, waiting: Waiting, tree: State, tail: int, grouped: Mapping[bytes, int], blobs: dict[bytes, bytes]
+        self,
+        proposal: Proposal,
+        waiting: Waiting,
+        tree: State,
+        tail: int,
+        grouped: Mapping[bytes, int],
+        blobs: dict[bytes, bytes],
     ) -> Rebased:
         """Fit one proposal onto a tree; `blobs` are those of the entry so far, and get what had to be packed anew."""
-        proposal = waiting.proposal
         merging = bool(proposal.merged_uuid)
         packer = Packer(self._store, self._disk_id, self._runtime, self._tuning)
         known: dict[bytes, bytes] = {}

@@ -22,6 +22,7 @@ from fanout.disk.proposal import Landed, Proposal
 from fanout.disk.record import create_record
 from fanout.disk.state import Difference, Pages, State
 from fanout.disk.trim import forget_trimmed
+from fanout.disk.uploads import Uploads
 from fanout.errors import Conflict, Denied, Exists, Invalid, NotFound
 from fanout.format import layout
 from fanout.format.entry import (
@@ -66,6 +67,7 @@ class Disk:
         self._store = store
         self._pages = Pages(store, record.id, tuning.page_cache_entries)
         self._ages = PackAges(runtime, tuning.unreferenced_s)
+        self.uploads = Uploads(store, record.id, runtime, self._ages, tuning.unreferenced_s)
         self._branches: dict[str, Branch] = {}
         self._lock = threading.Lock()
 

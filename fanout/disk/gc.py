@@ -55,16 +55,17 @@ class _Garbage:
     entries: dict[str, int]
     snaps: dict[str, int]
     records: dict[str, int]
+    uploads: dict[str, int]
     pages: dict[str, int]
     packs: dict[str, int]
     probes: dict[str, int]
 
     def keys(self) -> Iterator[str]:
-        for kind in (self.entries, self.snaps, self.records, self.pages, self.packs, self.probes):
+        for kind in (self.entries, self.snaps, self.records, self.uploads, self.pages, self.packs, self.probes):
             yield from kind
 
     def freed(self) -> int:
-        kinds = (self.entries, self.snaps, self.records, self.pages, self.packs, self.probes)
+        kinds = (self.entries, self.snaps, self.records, self.uploads, self.pages, self.packs, self.probes)
         return sum(sum(kind.values()) for kind in kinds)
 
 
@@ -86,7 +87,8 @@ def collect(
             raise Invalid.argument(name, value, "seconds, 0 or more")
     now_ns = store_now(store, runtime)
     oldest_ns = now_ns - int(grace_s * 1e9)
-    reach = Reach(store, record, now_ns - int(max(grace_s, keep_history_s) * 1e9))
+    horizon_ns = now_ns - int(max(grace_s, keep_history_s) * 1e9)
+    reach = Reach(store, record, horizon_ns, now_ns, int(grace_s * 1e9))
     reach.scan()
     pages, _ = _unmarked(store, f"{layout.disk_prefix(record.id)}page/", reach.pages, oldest_ns)
     packs, there = _unmarked(store, f"{layout.disk_prefix(record.id)}pack/", reach.packs, oldest_ns)
@@ -105,7 +107,7 @@ def collect(
                 _announce(store, layout.trim_key(record.id, view_uuid, view.boundary), runtime)
                 store.put(layout.kept_key(record.id, view_uuid, view.boundary), encode_kept(view.kept))
     probes = _old(store.list("probe/"), min(oldest_ns, now_ns - _PROBE_NS))
-    garbage = _Garbage({}, {}, {}, pages, packs, probes)
+    garbage = _Garbage({}, {}, {}, dict(reach.old_uploads), pages, packs, probes)
     for uuid, view in reach.logs.items():
         _add_trimmed(garbage, record.id, uuid, view)
     if not dry_run:

@@ -5,10 +5,11 @@ Owns the values that wait in a branch's queue. Knows nothing of how they land.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fanout.disk.merge import Intent, Policy
+from fanout.disk.state import State
 from fanout.format.entry import Effect
 from fanout.format.lock import Acquire, Release
 
@@ -25,6 +26,8 @@ class Proposal:
     that does not hold what its intent saw is in the way, whatever the log says. `age_s` is how long
     ago its call arrived, which bounds how long it may be held for others. `lock_id` is the lock it holds: without it
     nothing lands (`LeaseLost`), and what lands releases it. `take` and `free` take or renew, and give back, a lock.
+    `plan` makes the intents instead, for the very tree the commit will follow: it is asked again for each tree tried,
+    and a `FanoutError` it raises is the commit's outcome. What it packs it adds to `blobs`.
     """
 
     intents: Sequence[Intent]
@@ -41,6 +44,7 @@ class Proposal:
     lock_id: str = ""
     take: Acquire | None = None
     free: Release | None = None
+    plan: Callable[[State], Sequence[Intent]] | None = None
 
 
 @dataclass(frozen=True, slots=True)

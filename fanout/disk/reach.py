@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TypeVar
 
+from fanout.disk.leftovers import list_uploads, packs_of_uploads
 from fanout.disk.load import lineage_at
 from fanout.disk.state import Pages
 from fanout.errors import Corrupt, NotFound
@@ -100,18 +101,22 @@ def list_logs(store: Store, disk: DiskRecord) -> dict[str, LogView]:
 class Reach:
     """Marks what is needed. `scan` as often as there may be news; marks are never taken back.
 
-    History superseded before `horizon_ns`, by the store's clock, is not needed for itself.
+    History superseded before `horizon_ns`, by the store's clock (which says `now_ns`), is not needed for itself, nor
+    multipart uploads that ended more than `grace_ns` ago: `old_uploads` maps their keys to bytes.
     """
 
-    def __init__(self, store: Store, record: DiskRecord, horizon_ns: int) -> None:
+    def __init__(self, store: Store, record: DiskRecord, horizon_ns: int, now_ns: int, grace_ns: int) -> None:
         self.packs: set[bytes] = set()
         self.pages: set[bytes] = set()
         self.logs: dict[str, LogView] = {}
         self.branches: dict[str, BranchRecord] = {}
         self.checkpoints: dict[str, CheckpointRecord] = {}
+        self.old_uploads: dict[str, int] = {}
         self._store = store
         self._disk = record
         self._horizon_ns = horizon_ns
+        self._now_ns = now_ns
+        self._grace_ns = grace_ns
         self._loader = Pages(store, record.id, 1)
         self._chosen: dict[str, int] = {}
         self._merges: set[Place] = set()
@@ -129,6 +134,7 @@ class Reach:
                     raise Corrupt(f"{error}; nothing was deleted, `fanout fsck` tells what is damaged") from error
 
     def _scan(self) -> None:
+        self._mark_uploads()
         # Logs before branches: a log that is seen has a record that is seen.
         self.logs = list_logs(self._store, self._disk)
         for uuid, view in self.logs.items():
@@ -175,6 +181,15 @@ class Reach:
         """Yield the logs, and how far of each, that the tree of a branch at `seq` may rest on."""
         record = next((each for each in self.branches.values() if each.uuid == uuid), None)
         yield from lineage_at(record, seq) if record is not None else ((uuid, seq),)
+
+    def _mark_uploads(self) -> None:
+        """Keep what open uploads stored. Before the logs: one that is completed meanwhile is seen there."""
+        self.old_uploads = {}
+        for view in list_uploads(self._store, self._disk.id).values():
+            if view.is_over(self._now_ns, self._grace_ns):
+                self.old_uploads.update(view.keys)
+            else:
+                self.packs.update(packs_of_uploads(self._store, view))
 
     # -- what of it is needed ---------------------------------------------------------------------------------
 

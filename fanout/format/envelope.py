@@ -18,12 +18,15 @@ __all__ = [
     "BRANCH",
     "CHECKPOINT",
     "DISK",
+    "END",
     "ENTRY",
     "KEY",
     "MASTER",
     "PAGE",
+    "PART",
     "SEAL",
     "SNAP",
+    "UPLOAD",
     "VERSION",
     "decode",
     "encode",
@@ -32,6 +35,7 @@ __all__ = [
 
 VERSION = 1
 DISK, BRANCH, CHECKPOINT, ENTRY, SNAP, PAGE, SEAL = b"D", b"B", b"C", b"E", b"S", b"P", b"X"
+UPLOAD, PART, END = b"U", b"R", b"Z"
 KEY, MASTER = b"A", b"M"  # K is a kept record (trim.py)
 
 _MAGIC = b"FAN"

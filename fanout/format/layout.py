@@ -35,11 +35,17 @@ __all__ = [
     "name_of_key",
     "pack_key",
     "page_key",
+    "part_key",
+    "part_number",
     "seq_of_key",
     "snap_key",
     "snap_prefix",
     "trim_key",
     "trim_prefix",
+    "upload_begin_key",
+    "upload_end_key",
+    "upload_prefix",
+    "uploads_prefix",
 ]
 
 #: The branch every disk is created with.
@@ -55,6 +61,7 @@ SEQ_MAX = 2**63 - 1
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _SEQ_KEY = re.compile(r".*/[0-9]{20}")
+_PART_KEY = re.compile(r".*/part/([0-9]{5})-[0-9]{20}-[0-9a-f]+")
 _RESCUE = re.compile(r"rescue/[a-z0-9][a-z0-9._-]{0,62}")
 _DISK_ID = re.compile(r"dsk-[0-9a-f]{16}")
 
@@ -152,6 +159,34 @@ def page_key(disk_id: str, page_hash: bytes) -> str:
 def pack_key(disk_id: str, pack_id: bytes) -> str:
     digits = pack_id.hex()
     return f"disks/{disk_id}/pack/{digits[-2:]}/{digits}"
+
+
+def uploads_prefix(disk_id: str, branch_uuid: str = "") -> str:
+    """Where the multipart uploads of one branch are, or of all."""
+    return f"disks/{disk_id}/upload/{branch_uuid}/" if branch_uuid else f"disks/{disk_id}/upload/"
+
+
+def upload_prefix(disk_id: str, branch_uuid: str, upload_id: str) -> str:
+    return f"disks/{disk_id}/upload/{branch_uuid}/{upload_id}/"
+
+
+def upload_begin_key(disk_id: str, branch_uuid: str, upload_id: str) -> str:
+    return f"disks/{disk_id}/upload/{branch_uuid}/{upload_id}/begin"
+
+
+def upload_end_key(disk_id: str, branch_uuid: str, upload_id: str) -> str:
+    return f"disks/{disk_id}/upload/{branch_uuid}/{upload_id}/end"
+
+
+def part_key(disk_id: str, branch_uuid: str, upload_id: str, number: int, time_ns: int, nonce: str) -> str:
+    """Where one part is recorded; a part that is sent again gets another key, and by byte order a later one."""
+    return f"disks/{disk_id}/upload/{branch_uuid}/{upload_id}/part/{number:05d}-{time_ns:020d}-{nonce}"
+
+
+def part_number(key: str) -> int | None:
+    """Return the number of the part that `key` records; None for another object of an upload."""
+    found = _PART_KEY.fullmatch(key)
+    return int(found[1]) if found else None
 
 
 def is_log_key(key: str) -> bool:

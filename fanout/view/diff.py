@@ -18,7 +18,8 @@ import msgspec
 from fanout.disk.data import Packer, Reader
 from fanout.disk.merge import Intent
 from fanout.disk.state import State
-from fanout.format.tree import DIR, FILE, HOLE, SYMLINK, Node, same_node
+from fanout.format.facts import reserved
+from fanout.format.tree import DIR, FILE, HOLE, SYMLINK, Node, same_content, same_node
 from fanout.runtime import Runtime, system
 from fanout.view.content import Content, LocalFile, Reuse, pack_files, reusable, same_bytes
 from fanout.view.links import Handles, indexed_files, origin_handle
@@ -208,7 +209,7 @@ class _Diff:
         node = Node(
             DIR, stat.S_IMODE(found.st_mode), found.st_mtime_ns,
             uid=self._owner(found.st_uid, shaped, "uid"), gid=self._owner(found.st_gid, shaped, "gid"),
-            xattrs=user_xattrs(fd),
+            xattrs=_with_reserved(user_xattrs(fd), shaped),
         )  # fmt: skip
         if shaped is None:
             self._changed[path] = Intent(path, base, node)
@@ -358,11 +359,14 @@ class _Diff:
             blobs = self._state.blob_bytes()
             if same_bytes(self._reader, blobs, same, data, root_fd, file.local):
                 data, digest = same.data, same.digest
-        return Node(
+        node = Node(
             FILE, stat.S_IMODE(found.st_mode), found.st_mtime_ns, size, data,
             uid=self._owner(found.st_uid, same, "uid"), gid=self._owner(found.st_gid, same, "gid"),
             link=same.link if same is not None else b"", xattrs=content.xattrs, digest=digest,
         )  # fmt: skip
+        if same is None or not same.xattrs or not same_content(same, node):
+            return node
+        return msgspec.structs.replace(node, xattrs=_with_reserved(node.xattrs, same))
 
     def _aliases(
         self, root_fd: int, first: _File, names: Mapping[bytes, Node | None]
@@ -403,6 +407,12 @@ def _notes(fd: int, spaces: tuple[str, ...]) -> dict[str, bytes]:
     except OSError:
         return {}
     return {name[len(space) :]: os.getxattr(fd, name) for name in names for space in spaces if name.startswith(space)}
+
+
+def _with_reserved(xattrs: tuple[tuple[bytes, bytes], ...], base: Node | None) -> tuple[tuple[bytes, bytes], ...]:
+    """Add what no mount shows and no command can change: it stays as it was."""
+    kept = reserved(base) if base is not None and base.xattrs else ()
+    return tuple(sorted((*kept, *xattrs))) if kept else xattrs
 
 
 def _has_parts(node: Node) -> bool:
