@@ -111,6 +111,10 @@ class LocalFanout(Fanout):
         """Return this connection for somebody whose commits say `author`. `scope` keeps idempotency keys apart."""
         return Acting(self, author, scope)
 
+    def load(self) -> tuple[int, int]:
+        """Return how many execs hold a slot, and how many wait for one."""
+        return self._executor.load() if self._opened and self._engine is not None else (0, 0)
+
     async def _exec_once(
         self, command: str, options: Mapping[str, Any], idempotency_key: str | None, scope: str, author: str | None
     ) -> Run:
