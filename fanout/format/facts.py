@@ -15,7 +15,6 @@ __all__ = [
     "FACTS",
     "IMPLIED",
     "Facts",
-    "bound",
     "facts_of",
     "implied_directory",
     "is_implied",
