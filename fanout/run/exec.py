@@ -89,7 +89,8 @@ class Host:
 class JobMount:
     """One disk of a job: the tree it sees, which is `base`'s, and the paths it holds locks on while it runs.
 
-    `lock_wait_s` bounds the wait for those, in seconds; None waits as long as the command may run.
+    `lock_wait_s` bounds the wait for those, in seconds; None waits as long as the command may run. `place` is where
+    it is seen, /mnt/<name> by default, and `aliases` names in it that lead back to it (see `open_view`).
     """
 
     name: str
@@ -99,10 +100,12 @@ class JobMount:
     subdirectory: bytes = b""
     checkout: tuple[bytes, ...] = ()
     lock_wait_s: float | None = None
+    place: str = ""
+    aliases: tuple[bytes, ...] = ()
 
     @property
     def target(self) -> str:
-        return f"/mnt/{self.name}"
+        return self.place or f"/mnt/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,6 +270,7 @@ def _open(mount: JobMount, host: Host, lock_id: str, stack: ExitStack) -> _Mount
         subdirectory=mount.subdirectory,
         writable=mount.mode != "read_only",
         xattr_prefix=host.engine.xattr_prefix,
+        aliases=mount.aliases,
     )
     stack.callback(view.close)
     return _Mounted(mount, view, state, lock_id)

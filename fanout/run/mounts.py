@@ -15,7 +15,19 @@ from fanout.errors import Invalid
 from fanout.model import Mount
 from fanout.run.exec import JobMount
 
-__all__ = ["Lines"]
+__all__ = ["Lines", "PlacedMount"]
+
+
+class PlacedMount(Mount):
+    """A mount that is seen somewhere else than at /mnt/<name>, for APIs that promise it; `aliases` as in `JobMount`."""
+
+    place: str
+    aliases: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, mount: Mount, place: str, aliases: tuple[str, ...] = ()) -> PlacedMount:
+        """Return `mount` at `place`."""
+        return cls(**{name: getattr(mount, name) for name in Mount.model_fields}, place=place, aliases=aliases)
 
 
 class Lines:
@@ -79,4 +91,5 @@ def _job_mount(name: str, disk: Disk, base: Point, mount: Mount) -> JobMount:
         tree_path("subdirectory", (mount.subdirectory or "").rstrip("/") or "/", allow_root=True),
         tuple(tree_path("checkout", path.rstrip("/") or "/", allow_root=True) for path in mount.checkout),
         None if mount.queue_ms is None else mount.queue_ms / 1e3,
+        *((mount.place, tuple(map(str.encode, mount.aliases))) if isinstance(mount, PlacedMount) else ()),
     )

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from fanout.disk.data import Packer, Reader
 from fanout.disk.merge import Intent
 from fanout.disk.state import Difference, State
 from fanout.engine.base import Mount
 from fanout.errors import Corrupt, Invalid, NotFound
-from fanout.format.tree import DIR, Node, parents
+from fanout.format.tree import DIR, SYMLINK, Node, parents
 from fanout.view.cache import HostCache, Known, Lease
 from fanout.view.compare import path_limit, within
 from fanout.view.diff import diff_upper
@@ -35,7 +35,7 @@ class View:
 
     def __init__(
         self, cache: HostCache, reader: Reader, state: State, subdirectory: bytes, lowers: list[str],
-        leases: list[Lease], scratch: Scratch | None, xattr_prefix: str | None,
+        leases: list[Lease], scratch: Scratch | None, xattr_prefix: str | None, aliases: Sequence[bytes] = (),
     ) -> None:  # fmt: skip
         self._cache = cache
         self._reader = reader
@@ -45,6 +45,7 @@ class View:
         self._leases = leases
         self._scratch = scratch
         self._xattr_prefix = xattr_prefix
+        self._aliases = frozenset(aliases)
         self.warm = all(lease.warm for lease in leases)
         self.skipped: tuple[bytes, ...] = ()
         self._over = False  # whether the layer is known to have no writer any more
@@ -69,7 +70,17 @@ class View:
             xattr_prefix=self._xattr_prefix, runtime=self._cache.runtime,
         )  # fmt: skip
         self.skipped = found.skipped
-        return found.intents
+        return [intent for intent in found.intents if not self._is_alias(intent)]
+
+    def _is_alias(self, intent: Intent) -> bool:
+        """Whether this is but an alias that the command touched, and so copied into its layer."""
+        node = intent.node
+        return (
+            intent.path in self._aliases
+            and intent.base is None
+            and node is not None
+            and (node.kind, node.target) == (SYMLINK, b".")
+        )
 
     def close(self) -> None:
         """Drop the private layer (in the background) and let go of the base; repeating it is harmless."""
@@ -90,11 +101,13 @@ class View:
 
 def open_view(
     cache: HostCache, reader: Reader, state: State, *, disk_id: str, subdirectory: bytes = b"", writable: bool,
-    xattr_prefix: str | None = None,
+    xattr_prefix: str | None = None, aliases: Sequence[bytes] = (),
 ) -> View:  # fmt: skip
     """Make the tree of `state` (or one directory of it) ready to be mounted.
 
-    `xattr_prefix` is the engine's, see `Engine.xattr_prefix`; without it notes of either kind are believed.
+    `aliases` are names under which the view's root is also seen inside itself, where the tree does not have them: links
+    to `.` in a layer of their own, which no commit takes. `xattr_prefix` is the engine's, see `Engine.xattr_prefix`;
+    without it notes of either kind are believed.
     `NotFound` or `Invalid` for a subdirectory that is not there or not a directory; `Unavailable` where the cache is
     full; `Corrupt` for stored bytes that are not what they should be.
     """
@@ -103,10 +116,16 @@ def open_view(
     scratch: Scratch | None = None
     try:
         lowers = _layers(cache, reader, state, disk_id, subdirectory, leases)
+        inside = subdirectory + b"/" if subdirectory else b""
+        shown_as = [name for name in sorted(aliases) if state.get(inside + name) is None]
+        if shown_as:
+            leases.append(_lease_aliases(cache, reader, root, shown_as))
+            lowers.append(leases[-1].path)
         if writable:
             scratch = cache.scratch()
             _dress(scratch.upper, root)
-        return View(cache, reader, state, subdirectory, lowers, leases, scratch, xattr_prefix)
+        paths = [inside + name for name in shown_as]
+        return View(cache, reader, state, subdirectory, lowers, leases, scratch, xattr_prefix, paths)
     except BaseException:
         if scratch is not None:
             cache.give_back(scratch)
@@ -274,6 +293,17 @@ def _directories_above(state: State, path: bytes, scope: bytes) -> Iterator[tupl
             return
         node = state.get(parent)
         yield parent, node if node is not None and node.kind == DIR else None
+
+
+def _lease_aliases(cache: HostCache, reader: Reader, root: Node, names: Sequence[bytes]) -> Lease:
+    """Lease the layer that holds these links to its own root; over a read-only view its root is the one seen."""
+    identity = hashlib.sha256(repr((root.mode, root.mtime_ns, root.xattrs, names)).encode()).hexdigest()
+
+    def build(root_fd: int) -> int:
+        links = [(name, Node(SYMLINK, 0o777, root.mtime_ns, target=b".")) for name in names]
+        return materialise(root_fd, root, links, reader, {}).space_bytes
+
+    return cache.lease("delta", f"alias-{identity}", build)
 
 
 def _inside(lease: Lease, scope: bytes, subdirectory: bytes) -> str:
