@@ -69,9 +69,11 @@ class Catalogue:
             raise NotFound(f"there is no disk {name_or_id!r} in {self._store.url}")
         return self._opened(record)
 
-    def names(self) -> Iterator[str]:
-        """Yield the names of all disks, in byte order."""
-        return (layout.name_of_key(meta.key, layout.CATALOGUE) for meta in self._store.list(layout.CATALOGUE))
+    def names(self, start_after: str = "") -> Iterator[str]:
+        """Yield the names of all disks after `start_after`, in byte order."""
+        after = layout.CATALOGUE + start_after if start_after else ""
+        listed = self._store.list(layout.CATALOGUE, start_after=after)
+        return (layout.name_of_key(meta.key, layout.CATALOGUE) for meta in listed)
 
     def delete(self, name_or_id: str) -> None:
         """Delete a disk with all its history; `NotFound` if it is not there. Interrupted, it can be called again.

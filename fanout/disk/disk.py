@@ -132,17 +132,19 @@ class Disk:
         self._create_at(branch, seq, key, encode_checkpoint(record), f"checkpoint {name!r}")
         return name, record
 
-    def create_branch(self, name: str, start: Point) -> Branch:
+    def create_branch(self, name: str, start: Point, uuid: str | None = None) -> Branch:
         """Start a branch at a point; one small object, whatever the disk's size.
 
-        `Exists` if the name is taken, `NotFound` for a point to come.
+        `uuid` (32 hex digits, random by default) tells who made it: a caller that derives it from what he asked for
+        recognises a branch that is there already as his own. `Exists` if the name is taken, `NotFound` for a point to
+        come.
         """
         layout.check_branch_name("name", name)
         if self._store.head(layout.checkpoint_key(self.id, name)):
             raise Exists(f"disk {self.name!r} has a checkpoint called {name!r}; a branch needs a name of its own")
         seq = start.branch.refresh().seq if start.seq is None else self._existing(start.branch, start.seq)
         lineage = lineage_at(start.branch.record, seq)
-        record = BranchRecord(self.runtime.hex_id(32), lineage, self.runtime.now_ns())
+        record = BranchRecord(uuid or self.runtime.hex_id(32), lineage, self.runtime.now_ns())
         key = layout.branch_key(self.id, name)
         self._create_at(start.branch, seq, key, encode_branch(record), f"branch {name!r}")
         return self._open_branch(name, record, start.branch.held(seq))
