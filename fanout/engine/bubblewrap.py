@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from fanout.engine import hints, limits, orphans, rootfs
+from fanout.engine import hints, limits, orphans, rootfs, seccomp
 from fanout.engine.base import Engine, Limits, Mount, Process, Spec, check_spec
 from fanout.engine.process import Pipes, SandboxProcess, raise_setup_failure
-from fanout.engine.spawner import ARGS, BLOCK, STATUS
+from fanout.engine.spawner import ARGS, BLOCK, FILTER, STATUS
 from fanout.engine.spawning import Child, Spawner, SpawnerGone, Started, memory_file
 from fanout.errors import EngineUnavailable, Invalid
 from fanout.runtime import Runtime, system
@@ -148,7 +148,18 @@ class BubblewrapEngine(Engine):
         try:
             child_ends.append(memory_file(os.fsencode("\0".join(options) + "\0")))
             stdin, stdout, stderr, args = child_ends
-            argv = [host.bwrap, "--args", ARGS, "--json-status-fd", STATUS, "--block-fd", BLOCK, "--"]
+            argv = [
+                host.bwrap,
+                "--args",
+                ARGS,
+                "--json-status-fd",
+                STATUS,
+                "--block-fd",
+                BLOCK,
+                "--seccomp",
+                FILTER,
+                "--",
+            ]
             child = Child([*map(str, argv), *spec.argv], stdin, stdout, stderr, args, overlays)
             started = spawner.start(child, child_ends)
             if started is None:
@@ -250,7 +261,8 @@ class _Host:
     ) -> None:
         self.bwrap = find_bwrap()
         self.etc = None if root is not None and (root / "etc").is_dir() else rootfs.Etc()
-        self.spawner = _spawner(overlay)
+        self._filter = seccomp.program(nested=nested)
+        self.spawner = _spawner(overlay, self._filter)
         self.kernel_overlay = self.spawner.private_mounts
         self.cgroups = _cgroups(cgroup)
         self._turn = 0
@@ -292,7 +304,7 @@ class _Host:
                 raise EngineUnavailable("the engine is closed")
             if self.spawner is dead:
                 dead.close()
-                self.spawner = Spawner(private_mounts=self.kernel_overlay)
+                self.spawner = Spawner(private_mounts=self.kernel_overlay, filter=self._filter)
             return self.spawner
 
     def close(self) -> None:
@@ -320,15 +332,15 @@ def find_bwrap() -> str:
     return found
 
 
-def _spawner(overlay: Overlay) -> Spawner:
+def _spawner(overlay: Overlay, filter: bytes) -> Spawner:
     if overlay == "bwrap" or (overlay == "auto" and os.geteuid() != 0):
-        return Spawner(private_mounts=False)
+        return Spawner(private_mounts=False, filter=filter)
     try:
-        return Spawner(private_mounts=True)
+        return Spawner(private_mounts=True, filter=filter)
     except EngineUnavailable:
         if overlay == "kernel":
             raise
-        return Spawner(private_mounts=False)  # root without CAP_SYS_ADMIN, as in a plain container
+        return Spawner(private_mounts=False, filter=filter)  # root without CAP_SYS_ADMIN, as in a plain container
 
 
 def _cgroups(parent: Path | None) -> limits.Cgroups | None:

@@ -44,7 +44,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["ARGS", "BLOCK", "INLINE_BYTES", "STATUS"]
+__all__ = ["ARGS", "BLOCK", "FILTER", "INLINE_BYTES", "STATUS"]
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -58,8 +58,9 @@ INLINE_BYTES = 64 * 1024
 #: Open files of this process: each sandbox takes four, and five more while it is started.
 OPEN_FILES = 65536
 
-#: Descriptors of a child: its streams, bwrap's arguments, its status, and what holds it until it is released.
-ARGS, STATUS, BLOCK = 3, 4, 5
+#: Descriptors of a child: its streams, bwrap's arguments, its status, what holds it until it is released, and its
+#: filter of system calls.
+ARGS, STATUS, BLOCK, FILTER = 3, 4, 5, 6
 
 #: Received descriptors are above this, so that none is in the way of a child's.
 RESERVED = 10
@@ -105,9 +106,10 @@ class Ended(Exception):
 class Spawner:
     """Serves one link until it ends; then kills whatever it started."""
 
-    def __init__(self, link: socket.socket, parent: int, options: tuple[str, ...]) -> None:
+    def __init__(self, link: socket.socket, parent: int, filter: int, options: tuple[str, ...]) -> None:
         self.link = link
         self.options = options
+        self.filter = (os.POSIX_SPAWN_OPEN, FILTER, f"/proc/self/fd/{filter}", os.O_RDONLY, 0)  # at its start each time
         self.mark = orphans.mark()
         self.monitors: dict[int, Sandbox] = {}
         self.inits: dict[int, Sandbox] = {}
@@ -216,7 +218,7 @@ class Spawner:
                 sandbox.argv[0],
                 sandbox.argv,
                 self.mark,
-                file_actions=[(os.POSIX_SPAWN_DUP2, fd, number) for fd, number in wanted],
+                file_actions=[self.filter, *((os.POSIX_SPAWN_DUP2, fd, number) for fd, number in wanted)],
                 setsid=True,
                 setsigmask=(),
                 setsigdef=SIGNALS,
@@ -449,14 +451,17 @@ def _prepare() -> None:
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def main(link_fd: int, parent: int, private_mounts: bool) -> None:
-    """Run as the spawner of the process behind `parent` (a pidfd), which holds the other end of the link."""
-    link_fd, parent = _reserve([link_fd, parent])
+def main(link_fd: int, parent: int, filter: int, private_mounts: bool) -> None:
+    """Run as the spawner of the process behind `parent` (a pidfd), which holds the other end of the link.
+
+    `filter` is a file with the system calls that are denied, as the kernel takes them.
+    """
+    link_fd, parent, filter = _reserve([link_fd, parent, filter])
     link = socket.socket(fileno=link_fd)
     try:
         _prepare()
         options = overlay.enter_private_namespace() if private_mounts else ()
-        spawner = Spawner(link, parent, options)
+        spawner = Spawner(link, parent, filter, options)
     except OSError as error:
         _send(link, ("failed", str(error)))
         return
@@ -468,4 +473,4 @@ def main(link_fd: int, parent: int, private_mounts: bool) -> None:
 SIGNALS = [number for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP)]
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "private")
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "private")

@@ -78,15 +78,16 @@ class Ending:
 class Spawner:
     """One spawner process, from now until `close`, its own death or the end of this object; with it dies what it made.
 
-    With `private_mounts` (needs CAP_SYS_ADMIN) it has its own mount namespace and mounts overlays in it. Raises
-    `EngineUnavailable` where that, or the start, fails.
+    With `private_mounts` (needs CAP_SYS_ADMIN) it has its own mount namespace and mounts overlays in it. Each sandbox
+    gets `filter` (see `seccomp.py`) as its descriptor `spawner.FILTER`. Raises `EngineUnavailable` where one of these
+    or the start fails.
     """
 
-    def __init__(self, *, private_mounts: bool) -> None:
+    def __init__(self, *, private_mounts: bool, filter: bytes) -> None:
         self.private_mounts = private_mounts
         self._numbers = itertools.count()
         self._free: deque[str] = deque()
-        self._link, self.pid, self.pidfd = _start_process(private_mounts)
+        self._link, self.pid, self.pidfd = _start_process(private_mounts, filter)
         weakref.finalize(self, os.close, self.pidfd)  # not at `close`: who waits for a sandbox watches it
         self._end = weakref.finalize(self, _end_process, os.getpid(), self._link, self.pid, self.pidfd)
         try:
@@ -244,23 +245,23 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
         raise EngineUnavailable(f"cannot start a sandbox: {error}") from error
 
 
-def _start_process(private_mounts: bool) -> tuple[socket.socket, int, int]:
+def _start_process(private_mounts: bool, filter: bytes) -> tuple[socket.socket, int, int]:
     """Start the spawner; return the link to it, its pid and a pidfd of it."""
     python = None if getattr(sys, "frozen", False) else sys.executable
     python = python or shutil.which("python3")
     if not python:
         raise EngineUnavailable("there is no Python interpreter to run the spawner of sandboxes with")
     ours, theirs = _socket_pair()
-    parent = -1
+    passed = [theirs.fileno()]
     try:
-        parent = os.pidfd_open(os.getpid())
-        words = [str(theirs.fileno()), str(parent), "private" if private_mounts else "shared"]
+        passed += (os.pidfd_open(os.getpid()), memory_file(filter))
+        words = [*map(str, passed), "private" if private_mounts else "shared"]
         process = subprocess.Popen(
             [python, "-I", "-S", spawner.__file__, *words],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(), parent),
+            pass_fds=passed,
             env={name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ},
             cwd="/",
             start_new_session=True,
@@ -272,8 +273,8 @@ def _start_process(private_mounts: bool) -> tuple[socket.socket, int, int]:
         raise EngineUnavailable(f"cannot start the spawner of sandboxes: {error}") from error
     finally:
         theirs.close()
-        if parent >= 0:
-            os.close(parent)
+        for fd in passed[1:]:
+            os.close(fd)
 
 
 def _end_process(owner: int, link: socket.socket, pid: int, pidfd: int) -> None:
