@@ -23,7 +23,7 @@ from fanout.disk.disk import Disk as CoreDisk
 from fanout.disk.disk import Point
 from fanout.engine.base import Engine
 from fanout.engine.open import open_engine
-from fanout.errors import Invalid, Unavailable
+from fanout.errors import FanoutError, Invalid, Unavailable
 from fanout.local_disk import LocalDisk
 from fanout.model import (
     CommitPolicy,
@@ -60,7 +60,7 @@ class LocalFanout(Fanout):
         self._given_engine = engine
         self._state_lock = threading.Lock()
         self._engine_lock = threading.Lock()
-        self._once: Once[Run] = Once(size_of=lambda run: len(run.stdout_bytes) + len(run.stderr_bytes))
+        self._once: Once[Run] = Once(size_of=_output_bytes)
         self._opened = False
 
     async def open(self) -> LocalFanout:
@@ -111,6 +111,12 @@ class LocalFanout(Fanout):
         """Return this connection for somebody whose commits say `author`. `scope` keeps idempotency keys apart."""
         return Acting(self, author, scope)
 
+    @property
+    def catalogue(self) -> Catalogue:
+        """The disks as the blocking layer has them."""
+        self._check_open()
+        return self._catalogue
+
     def load(self) -> tuple[int, int]:
         """Return how many execs hold a slot, and how many wait for one."""
         return self._executor.load() if self._opened and self._engine is not None else (0, 0)
@@ -118,11 +124,12 @@ class LocalFanout(Fanout):
     async def _exec_once(
         self, command: str, options: Mapping[str, Any], idempotency_key: str | None, scope: str, author: str | None
     ) -> Run:
-        key = request.check_key(idempotency_key)
-        call = partial(self._exec, command, options, author)
-        if key is None:
-            return await call()
-        return await self._once.run(f"{scope}\0{key}", _fingerprint(command, options), call)
+        given = request.check_key(idempotency_key)
+        if given is None:
+            return await self._exec(command, options, author)
+        key = f"{scope}\0{given}"
+        call = partial(self._exec, command, options, author, partial(self._once.keep, key))
+        return await self._once.run(key, _fingerprint(command, options), call)
 
     async def _stream(self, command: str, options: dict[str, Any], author: str | None) -> AsyncGenerator[Event, None]:
         if options.pop("idempotency_key", None) is not None:
@@ -132,9 +139,12 @@ class LocalFanout(Fanout):
             async for event in events:
                 yield event
 
-    async def _exec(self, command: str, options: Mapping[str, Any], author: str | None) -> Run:
+    async def _exec(
+        self, command: str, options: Mapping[str, Any], author: str | None,
+        ended: Callable[[Run | FanoutError], None] | None = None,
+    ) -> Run:  # fmt: skip
         job = await self._job(command, options, author)
-        return await self._executor.run(job)
+        return await self._executor.run(job, ended)
 
     async def _job(self, command: str, options: Mapping[str, Any], author: str | None) -> Job:
         """Check everything that can be checked, and resolve names, before anything starts."""
@@ -331,6 +341,11 @@ def _fingerprint(command: str, options: Mapping[str, Any]) -> object:
         "stdin": request.check_stdin(options["stdin"]),
     }
     return command, {**options, **made}
+
+
+def _output_bytes(outcome: Run | FanoutError) -> int:
+    run: Run = getattr(outcome, "run", outcome)
+    return len(run.stdout_bytes) + len(run.stderr_bytes)
 
 
 def _user() -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
-from fanout.errors import Unavailable
+from fanout.errors import FanoutError, Unavailable
 from fanout.model import Event, Finished, Run
 from fanout.run.exec import Cancel, Cancelled, Host, Job, announce, execute
 from fanout.run.scheduler import Scheduler
@@ -39,9 +39,13 @@ class LocalExecutor:
         # More threads than slots: a job that only waits for its commit has given up its slot.
         self._threads = ThreadPoolExecutor(4 * max_in_flight + 64, "fanout-exec")
 
-    async def run(self, job: Job) -> Run:
-        """Run a job when its turn comes and return its result. Cancelled, it leaves nothing running or committed."""
-        async with aclosing(self._events(job, live=False)) as events:
+    async def run(self, job: Job, ended: Callable[[Run | FanoutError], None] | None = None) -> Run:
+        """Run a job when its turn comes and return its result. Cancelled, it leaves nothing running or committed.
+
+        `ended` is told of a command that ran to its end, with the result or an error that carries it, from another
+        thread: even where the caller goes away while the commit is under way, and is told nothing himself.
+        """
+        async with aclosing(self._events(job, live=False, ended=ended)) as events:
             async for event in events:
                 if isinstance(event, Finished):
                     return event.run
@@ -67,7 +71,9 @@ class LocalExecutor:
             call()
         self._threads.shutdown(wait=True)
 
-    async def _events(self, job: Job, *, live: bool) -> AsyncGenerator[Event, None]:
+    async def _events(
+        self, job: Job, *, live: bool, ended: Callable[[Run | FanoutError], None] | None = None
+    ) -> AsyncGenerator[Event, None]:
         with announce(job) as withdraw:
             async with self._slot(job) as give_up_slot:
                 mailbox, cancel = Mailbox(self._host.runtime.monotonic, job.limits.timeout_s), Cancel()
@@ -76,10 +82,14 @@ class LocalExecutor:
                     try:
                         emit = mailbox.put if live else None
                         run = execute(job, self._host, cancel, emit, give_up_slot, withdraw)
+                        if ended is not None:
+                            ended(run)
                         mailbox.put(Finished(run=run))
                     except Cancelled:
                         mailbox.fail(_closing("while the command ran; it was killed and nothing of it committed"))
                     except BaseException as error:
+                        if ended is not None and isinstance(error, FanoutError) and hasattr(error, "run"):
+                            ended(error)
                         mailbox.fail(error)
                     finally:
                         withdraw()

@@ -5,12 +5,13 @@ Owns remembering results, in this process, within bounds. Knows nothing of execs
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from fanout.errors import Invalid
+from fanout.errors import FanoutError, Invalid
 from fanout.run.executor import waker
 
 __all__ = ["Once"]
@@ -21,7 +22,7 @@ T = TypeVar("T")
 class _Slot(Generic[T]):
     def __init__(self, request: object) -> None:
         self.request = request
-        self.result: T | None = None
+        self.result: T | FanoutError | None = None
         self.size = 0
         self.over = False
         self.waiting: list[Callable[[], object]] = []
@@ -30,11 +31,16 @@ class _Slot(Generic[T]):
 class Once(Generic[T]):
     """Runs a call once per key. Failed and cancelled calls are forgotten, so that a retry runs. Thread safe.
 
-    The oldest results are forgotten beyond `max_keys` of them, or `max_bytes` by `size_of`.
+    What is given to `keep` is not forgotten. The oldest results go beyond `max_keys` of them, or `max_bytes` by
+    `size_of`.
     """
 
     def __init__(
-        self, max_keys: int = 10_000, max_bytes: int = 64 << 20, *, size_of: Callable[[T], int] = lambda result: 0
+        self,
+        max_keys: int = 10_000,
+        max_bytes: int = 64 << 20,
+        *,
+        size_of: Callable[[T | FanoutError], int] = lambda result: 0,
     ) -> None:
         self._max_keys = max_keys
         self._max_bytes = max_bytes
@@ -63,13 +69,21 @@ class Once(Generic[T]):
                 return await self._lead(key, slot, call)
             if not slot.over:
                 await event.wait()
+            if isinstance(slot.result, FanoutError):
+                raise copy.copy(slot.result) from slot.result
             if slot.result is not None:
                 return slot.result
+
+    def keep(self, key: str, outcome: T | FanoutError) -> None:
+        """Remember what the call under way came to, even if its caller goes away before he is told. From any thread."""
+        with self._lock:
+            slot = self._slots.get(key)
+            if slot is not None and not slot.over:
+                slot.result = outcome
 
     async def _lead(self, key: str, slot: _Slot[T], call: Callable[[], Awaitable[T]]) -> T:
         try:
             result = await call()
-            slot.size = self._size_of(result)
             slot.result = result
             return result
         finally:
@@ -78,6 +92,7 @@ class Once(Generic[T]):
                 if slot.result is None:
                     del self._slots[key]
                 else:
+                    slot.size = self._size_of(slot.result)
                     self._slots.move_to_end(key)
                     self._bytes += slot.size
                     self._shrink()

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import anyio
 import pytest
 
-from fanout.errors import Invalid
+from fanout.errors import Invalid, Unknown
 from fanout.run.once import Once
 
 pytestmark = pytest.mark.anyio
@@ -91,6 +91,39 @@ async def test_a_cancelled_leader_hands_over() -> None:
             await once.run("k", 1, endless)
     assert scope.cancelled_caught
     assert await once.run("k", 1, returning("v", [])) == "v"
+
+
+async def test_what_was_kept_is_not_forgotten_with_its_caller() -> None:
+    once: Once[str] = Once(size_of=lambda kept: 1)
+    entered = anyio.Event()
+
+    async def landing() -> str:
+        once.keep("k", "landed")
+        entered.set()
+        await anyio.sleep_forever()
+        raise AssertionError
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(once.run, "k", 1, landing)
+        await entered.wait()
+        group.cancel_scope.cancel()
+    assert await once.run("k", 1, returning("again", [])) == "landed"
+    assert once._bytes == 1
+    once.keep("k", "later")
+    assert await once.run("k", 1, returning("again", [])) == "landed", "it was over"
+
+
+async def test_a_failure_that_was_kept_is_raised_again() -> None:
+    once: Once[str] = Once()
+
+    async def ran() -> str:
+        error = Unknown("perhaps")
+        once.keep("k", error)
+        raise error
+
+    for _ in range(3):
+        with pytest.raises(Unknown, match="perhaps"):
+            await once.run("k", 1, ran)
 
 
 async def test_old_results_go_calls_under_way_stay() -> None:
