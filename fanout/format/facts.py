@@ -9,24 +9,13 @@ from __future__ import annotations
 
 import msgspec
 
-from fanout.format.tree import DIR, Node, content_hash, directory
+from fanout.format.tree import DIR, Node, content_hash
 
-__all__ = [
-    "FACTS",
-    "IMPLIED",
-    "Facts",
-    "facts_of",
-    "implied_directory",
-    "is_implied",
-    "reserved",
-    "with_facts",
-]
+__all__ = ["FACTS", "Facts", "facts_of", "reserved", "with_facts"]
 
 #: Names of attributes that belong to fanout itself begin with this.
 _RESERVED = b"fanout."
 FACTS = b"fanout.s3"
-#: A directory that was only made because an object's key needed it: it goes with its last object.
-IMPLIED = b"fanout.implied"
 _BINDING_BYTES = 16
 
 
@@ -76,13 +65,3 @@ def with_facts(node: Node, facts: Facts | None) -> Node:
 def reserved(node: Node) -> tuple[tuple[bytes, bytes], ...]:
     """Return the attributes of a node that no mount shows and no command can change."""
     return tuple(each for each in node.xattrs if each[0].startswith(_RESERVED))
-
-
-def implied_directory(mtime_ns: int, uid: int = 0, gid: int = 0) -> Node:
-    """Return a directory that an object's key needed."""
-    return msgspec.structs.replace(directory(0o755, mtime_ns), uid=uid, gid=gid, xattrs=((IMPLIED, b""),))
-
-
-def is_implied(node: Node) -> bool:
-    """Whether a directory was only made because an object's key needed it."""
-    return any(name == IMPLIED for name, _ in node.xattrs)
