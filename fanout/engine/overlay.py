@@ -10,7 +10,10 @@ import ctypes
 import os
 from collections.abc import Callable, Sequence
 
-__all__ = ["MOUNT_ROOT", "WANTED_OPTIONS", "Overlay", "chosen_options", "detach", "enter_private_namespace", "mount"]
+__all__ = [
+    *("MOUNT_ROOT", "WANTED_OPTIONS", "Overlay", "chosen_options", "detach", "enter_private_namespace", "mount"),
+    *("mount_root", "unshare_mounts"),
+]
 
 CLONE_FS, CLONE_NEWNS = 0x200, 0x20000
 MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 0x2, 0x4, 0x4000, 0x40000
@@ -35,23 +38,38 @@ def enter_private_namespace() -> tuple[str, ...]:
 
     Returns the options for overlays in it.
     """
-    if _libc.unshare(CLONE_NEWNS | CLONE_FS) != 0:
-        raise OSError(f"cannot make a mount namespace: {os.strerror(ctypes.get_errno())}")
+    unshare_mounts()
     try:
-        _mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
         _umount_below(MOUNT_ROOT.encode())
-        _mount(b"fanout", MOUNT_ROOT.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, b"mode=0700")
+        mount_root()
     except OSError as error:
         raise OSError(f"cannot prepare the mount namespace: {error}") from error
     return chosen_options(_try_overlay)
 
 
-def mount(overlay: Overlay, options: Sequence[str]) -> None:
-    """Mount an overlay; OSError where it is refused, EBUSY where another still holds its layers."""
+def unshare_mounts() -> None:
+    """Give this process a copy of its mount namespace, from which no mount reaches another."""
+    if _libc.unshare(CLONE_NEWNS | CLONE_FS) != 0:
+        raise OSError(f"cannot make a mount namespace: {os.strerror(ctypes.get_errno())}")
+    _mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None)
+
+
+def mount_root() -> None:
+    """Make the place for mount points: empty, in memory, for this user only."""
+    _mount(b"fanout", MOUNT_ROOT.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, b"mode=0700")
+
+
+def mount(overlay: Overlay, options: Sequence[str], *, in_user_namespace: bool = False) -> None:
+    """Mount an overlay; OSError where it is refused, EBUSY where another still holds its layers.
+
+    `options` are those of a writable one. In a user namespace its notes are attributes that its owner may set.
+    """
     point, lowers, upper, work = overlay
     layers = [b"lowerdir=" + b":".join(_escaped(path) for path in reversed(lowers))]
     if upper:
         layers += [b"upperdir=" + _escaped(upper), b"workdir=" + _escaped(work), *map(str.encode, options)]
+    if in_user_namespace:
+        layers.append(b"userxattr")
     _mount(b"overlay", point, b"overlay", MS_NOSUID | MS_NODEV, b",".join(layers))
 
 

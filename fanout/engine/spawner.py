@@ -2,7 +2,7 @@
 
 Owns the children and when they are mounted for, killed and collected. Knows nothing of bwrap's options, limits or
 pipes' contents. `spawning.py` is its other side. This file is run by its path, isolated and without site packages: it
-imports the standard library, and `overlay.py` and `orphans.py` from beside it, only.
+imports the standard library, and `attach.py`, `overlay.py` and `orphans.py` from beside it, only.
 
 Why a process of its own: (1) bwrap binds its life to its parent's only some time after it was started; a parent that
 outlives fanout, and knows every child, kills what was still being built. (2) A sandbox's init is an orphan at its
@@ -11,8 +11,9 @@ end, and only a child subreaper can collect it with its exact usage; that is no 
 nobody else, and is gone with it even after kill -9.
 
 One thread, one epoll loop. On the link (SOCK_SEQPACKET) it receives requests and says once that it is ready; each
-request brings a socket of its own, on which follow either `failed`, or `up` with descriptors and then `end`. The other
-side shutting that socket means: kill. The link's end, or the death of the process at its other end, means: kill all.
+request brings a socket of its own, on which follow either `failed`, or `up` with descriptors and then `end`. On that
+socket, too, more mounts can be asked for while the sandbox lives (`attach.py`). The other side shutting it means: kill.
+The link's end, or the death of the process at its other end, means: kill all.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ import time
 from collections.abc import Callable, Sequence
 
 if __package__:
-    from fanout.engine import orphans, overlay
-else:  # run by its path: of this directory it takes these two modules
+    from fanout.engine import attach, orphans, overlay
+else:  # run by its path: of this directory it takes these modules
     sys.path.append(os.path.dirname(os.path.abspath(__file__)))
+    import attach  # type: ignore[no-redef, import-not-found]
     import orphans  # type: ignore[no-redef, import-not-found]
     import overlay  # type: ignore[no-redef, import-not-found]
 
@@ -44,7 +46,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-__all__ = ["ARGS", "BLOCK", "FILTER", "INLINE_BYTES", "STATUS"]
+__all__ = ["ARGS", "BLOCK", "FILTER", "INLINE_BYTES", "MAX_SENT", "STATUS"]
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -62,6 +64,9 @@ OPEN_FILES = 65536
 #: filter of system calls.
 ARGS, STATUS, BLOCK, FILTER = 3, 4, 5, 6
 
+#: The most descriptors of one request.
+MAX_SENT = 16
+
 #: Received descriptors are above this, so that none is in the way of a child's.
 RESERVED = 10
 
@@ -75,15 +80,21 @@ class Sandbox:
     """One request and what became of it; descriptors are -1 where closed."""
 
     __slots__ = (
-        *("argv", "ended", "hold", "init", "init_fd", "monitor", "mounted", "overlays", "reply", "status"),
+        *("argv", "ended", "hold", "init", "init_fd", "monitor", "mounted", "numbers", "overlays", "reply", "status"),
         *("said", "streams", "tried_until_s", "usage", "why"),
     )
 
     def __init__(
-        self, reply: socket.socket, streams: list[int], argv: tuple[bytes, ...], overlays: Sequence[overlay.Overlay]
+        self,
+        reply: socket.socket,
+        streams: list[int],
+        argv: tuple[bytes, ...],
+        overlays: Sequence[overlay.Overlay],
+        numbers: tuple[int, ...],
     ) -> None:
         self.reply = reply
-        self.streams = streams  # stdin, stdout, stderr, arguments; closed once the monitor has them
+        self.streams = streams  # stdin, stdout, stderr, arguments, then others; closed once the monitor has them
+        self.numbers = numbers  # of the arguments, the status, what holds it, the filter, and the others, in the child
         self.argv = argv
         self.overlays = overlays
         self.mounted = 0  # so many of the overlays, and not yet detached
@@ -109,7 +120,7 @@ class Spawner:
     def __init__(self, link: socket.socket, parent: int, filter: int, options: tuple[str, ...]) -> None:
         self.link = link
         self.options = options
-        self.filter = (os.POSIX_SPAWN_OPEN, FILTER, f"/proc/self/fd/{filter}", os.O_RDONLY, 0)  # at its start each time
+        self.filter = f"/proc/self/fd/{filter}"
         self.mark = orphans.mark()
         self.monitors: dict[int, Sandbox] = {}
         self.inits: dict[int, Sandbox] = {}
@@ -161,7 +172,7 @@ class Spawner:
         """Receive one request and start its sandbox."""
         try:
             data, extra, _, _ = self.link.recvmsg(
-                INLINE_BYTES + 4096, socket.CMSG_SPACE(8 * 4), socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
+                INLINE_BYTES + 4096, socket.CMSG_SPACE(MAX_SENT * 4), socket.MSG_DONTWAIT | socket.MSG_CMSG_CLOEXEC
             )
         except BlockingIOError:
             return
@@ -184,10 +195,10 @@ class Spawner:
             with open(fds.pop(), "rb", buffering=0) as file:
                 file.seek(0)
                 body = file.readall()
-        argv, overlays = marshal.loads(body)
+        argv, overlays, numbers = marshal.loads(body)
         reply = socket.socket(fileno=fds.pop(0))
-        sandbox = Sandbox(reply, list(fds), argv, overlays)
-        self.watch(reply.fileno(), select.EPOLLRDHUP, lambda: self.let_go(sandbox))
+        sandbox = Sandbox(reply, list(fds), argv, overlays, numbers)
+        self.watch(reply.fileno(), select.EPOLLIN | select.EPOLLRDHUP, lambda: self.hear(sandbox))
         self.start(sandbox)
 
     def start(self, sandbox: Sandbox) -> None:
@@ -206,19 +217,22 @@ class Spawner:
 
     def spawn(self, sandbox: Sandbox) -> None:
         """Start the monitor, and wait for what it says of its init."""
-        stdin, stdout, stderr, args = sandbox.streams
+        stdin, stdout, stderr, args, *others = sandbox.streams
+        to_args, to_status, to_block, to_filter, *numbers = sandbox.numbers
         ends: list[int] = []
         try:
             ends += os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
             ends += os.pipe2(os.O_CLOEXEC)
             status_r, status_w, block_r, block_w = ends
             os.set_blocking(status_w, True)
-            wanted = ((stdin, 0), (stdout, 1), (stderr, 2), (args, ARGS), (status_w, STATUS), (block_r, BLOCK))
+            wanted = [(stdin, 0), (stdout, 1), (stderr, 2), (args, to_args), (status_w, to_status)]
+            wanted += [(block_r, to_block), *zip(others, numbers, strict=True)]
+            opened = (os.POSIX_SPAWN_OPEN, to_filter, self.filter, os.O_RDONLY, 0)  # at its start each time
             sandbox.monitor = os.posix_spawn(
                 sandbox.argv[0],
                 sandbox.argv,
                 self.mark,
-                file_actions=[self.filter, *((os.POSIX_SPAWN_DUP2, fd, number) for fd, number in wanted)],
+                file_actions=[*_moves(wanted), opened],
                 setsid=True,
                 setsigmask=(),
                 setsigdef=SIGNALS,
@@ -276,12 +290,35 @@ class Spawner:
             overlay.detach(point)
         sandbox.mounted = 0
 
+    def attach(self, sandbox: Sandbox, top: str, overlays: Sequence[overlay.Overlay]) -> None:
+        """Mount something in a sandbox that runs. It enters its namespaces, so a child does it."""
+        ours, theirs = os.pipe2(os.O_CLOEXEC)
+        child = os.fork()
+        if not child:
+            failure: tuple[int, str] = (0, "")
+            try:
+                attach.attach(sandbox.init, top, overlays, self.options, private=bool(self.options))
+            except OSError as error:
+                failure = (error.errno or 0, str(error))
+            except BaseException as error:
+                failure = (0, repr(error))
+            finally:
+                os.write(theirs, marshal.dumps(failure))
+                os._exit(0)
+        os.close(theirs)
+        with open(ours, "rb") as file:
+            said = file.read()
+        os.waitpid(child, 0)
+        number, text = marshal.loads(said) if said else (0, "the process that mounts was killed")
+        _send(sandbox.reply, ("attached", number, text))
+
     # --- ending ---------------------------------------------------------------------------------------------------
 
-    def let_go(self, sandbox: Sandbox) -> None:
-        """Kill a sandbox that nobody waits for, if that is so."""
+    def hear(self, sandbox: Sandbox) -> None:
+        """Do what is asked for a sandbox; kill it if nobody waits for it any more."""
         try:
-            if sandbox.reply.recv(1, socket.MSG_DONTWAIT | socket.MSG_PEEK):
+            if asked := sandbox.reply.recv(INLINE_BYTES, socket.MSG_DONTWAIT):
+                self.attach(sandbox, *marshal.loads(asked))
                 return
         except BlockingIOError:
             return
@@ -407,6 +444,17 @@ class Children:
             if parent == os.getpid():
                 found.append(int(pid))
         return found
+
+
+def _moves(wanted: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+    """Return what gives a child these descriptors under these numbers, in whatever order they overlap."""
+    if all(number < RESERVED for _, number in wanted):  # then none is one of ours
+        return [(os.POSIX_SPAWN_DUP2, fd, number) for fd, number in wanted]
+    free = max(number for pair in wanted for number in pair) + 1
+    moves = [(os.POSIX_SPAWN_DUP2, fd, free + i) for i, (fd, _) in enumerate(wanted)]
+    for i, (_, number) in enumerate(wanted):
+        moves += [(os.POSIX_SPAWN_DUP2, free + i, number), (os.POSIX_SPAWN_CLOSE, free + i)]
+    return moves
 
 
 def _kill_init(sandbox: Sandbox) -> bool:

@@ -7,6 +7,7 @@ options.
 from __future__ import annotations
 
 import array
+import errno
 import itertools
 import marshal
 import os
@@ -15,6 +16,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -34,6 +36,9 @@ SETUP_S = 60.0
 END_S = 10.0
 
 
+#: How long to wait, each time, for layers that another mount holds still: it is being unmounted.
+ATTACH_DELAYS_S = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.3)
+
 #: How long a process may take from closing its files to being dead.
 DEATH_S = 1.0
 
@@ -44,7 +49,11 @@ class SpawnerGone(EngineUnavailable):
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    """What to start: a program with its three streams and bwrap's arguments (fds of ours), and overlays to mount."""
+    """What to start: a program with its three streams and bwrap's arguments (fds of ours), and overlays to mount.
+
+    `others` are descriptors (fd, number in the child) it gets beside those, `numbers` where it finds bwrap's arguments,
+    its status, what holds it, and the filter.
+    """
 
     argv: Sequence[str | bytes]
     stdin: int
@@ -52,6 +61,8 @@ class Child:
     stderr: int
     args: int
     overlays: Sequence[tuple[str, Mount]] = ()
+    others: Sequence[tuple[int, int]] = ()
+    numbers: tuple[int, int, int, int] = (spawner.ARGS, spawner.STATUS, spawner.BLOCK, spawner.FILTER)
 
 
 @dataclass(slots=True)
@@ -126,6 +137,31 @@ class Spawner:
             reply.close()
         return started
 
+    def attach(self, reply: socket.socket, top: str, mounts: Sequence[Mount]) -> None:
+        """Mount in a sandbox that runs: at its targets below `top`, which is a directory of it.
+
+        Raises `EngineUnavailable` where that fails; some may be mounted then.
+        """
+        overlays = [_overlay(mount.target, mount) for mount in mounts]
+        message = marshal.dumps((top, overlays))
+        if len(message) > spawner.INLINE_BYTES:
+            raise EngineUnavailable(f"the paths of the mounts' layers are too long: {len(message)} bytes")
+        for delay_s in ATTACH_DELAYS_S:
+            try:
+                reply.send(message, socket.MSG_NOSIGNAL)
+            except OSError as error:
+                raise EngineUnavailable(f"cannot mount in a sandbox: {error}") from error
+            answer, _ = self._receive(reply)
+            if answer is None or answer[0] != "attached":
+                raise EngineUnavailable("cannot mount in a sandbox: it is dead")
+            _, number, text = answer
+            if not text:
+                return
+            if number != errno.EBUSY:
+                break
+            time.sleep(delay_s)
+        raise EngineUnavailable(f"cannot mount in a sandbox: {text}")
+
     def abandon(self, reply: socket.socket) -> None:
         """Have a sandbox killed, and wait until it is dead."""
         try:
@@ -152,17 +188,10 @@ class Spawner:
         return tuple(said)
 
     def _send(self, child: Child, reply: int) -> None:
-        overlays = [
-            (
-                os.fsencode(point),
-                tuple(map(os.fsencode, mount.lowers)),
-                os.fsencode(mount.upper or ""),
-                os.fsencode(mount.work or ""),
-            )
-            for point, mount in child.overlays
-        ]
-        body = marshal.dumps((tuple(map(os.fsencode, child.argv)), overlays))
-        fds = [reply, child.stdin, child.stdout, child.stderr, child.args]
+        overlays = [_overlay(point, mount) for point, mount in child.overlays]
+        numbers = (*child.numbers, *(number for _, number in child.others))
+        body = marshal.dumps((tuple(map(os.fsencode, child.argv)), overlays, numbers))
+        fds = [reply, child.stdin, child.stdout, child.stderr, child.args, *(fd for fd, _ in child.others)]
         large = -1
         if len(body) > spawner.INLINE_BYTES:
             large = memory_file(body)
@@ -236,6 +265,11 @@ def memory_file(data: bytes) -> int:
         left = left[os.write(fd, left) :]
     os.lseek(fd, 0, os.SEEK_SET)
     return fd
+
+
+def _overlay(point: str, mount: Mount) -> overlay.Overlay:
+    lowers = tuple(map(os.fsencode, mount.lowers))
+    return os.fsencode(point), lowers, os.fsencode(mount.upper or ""), os.fsencode(mount.work or "")
 
 
 def _socket_pair() -> tuple[socket.socket, socket.socket]:
