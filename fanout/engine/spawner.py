@@ -446,12 +446,12 @@ class Children:
         return found
 
 
-def _moves(wanted: Sequence[tuple[int, int]]) -> list[tuple[int, ...]]:
+def _moves(wanted: Sequence[tuple[int, int]]) -> list[tuple[Any, ...]]:
     """Return what gives a child these descriptors under these numbers, in whatever order they overlap."""
     if all(number < RESERVED for _, number in wanted):  # then none is one of ours
         return [(os.POSIX_SPAWN_DUP2, fd, number) for fd, number in wanted]
     free = max(number for pair in wanted for number in pair) + 1
-    moves = [(os.POSIX_SPAWN_DUP2, fd, free + i) for i, (fd, _) in enumerate(wanted)]
+    moves: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_DUP2, fd, free + i) for i, (fd, _) in enumerate(wanted)]
     for i, (_, number) in enumerate(wanted):
         moves += [(os.POSIX_SPAWN_DUP2, free + i, number), (os.POSIX_SPAWN_CLOSE, free + i)]
     return moves
