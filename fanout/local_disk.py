@@ -78,7 +78,7 @@ class LocalDisk(Disk):
             state = branch.refresh()
             packer = self.core.packer()
             try:
-                intents = upload_intents(packer, Path(local), target, state=state, progress=progress)
+                intents = upload_intents(packer, Path(local), target, bases=state.nodes, progress=progress)
                 packed = packer.finish()
             except BaseException:
                 packer.abandon()
@@ -140,12 +140,12 @@ class LocalDisk(Disk):
     async def get_object(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
         path = tree_path("key", key)
         request.check_range(start, end)
-        return await anyio.to_thread.run_sync(lambda: b"".join(self.core.read_file(self.point, path, start, end)))
+        return await anyio.to_thread.run_sync(lambda: b"".join(self.core.file_chunks(self.point, path, start, end)))
 
     async def read_object(self, key: str, *, start: int = 0, end: int | None = None) -> AsyncIterator[bytes]:
         path = tree_path("key", key)
         request.check_range(start, end)
-        async for chunk in each(lambda: self.core.read_file(self.point, path, start, end), 1):
+        async for chunk in each(lambda: self.core.file_chunks(self.point, path, start, end), 1):
             yield chunk
 
     async def head_object(self, key: str) -> ObjectInfo | None:

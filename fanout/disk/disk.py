@@ -372,7 +372,12 @@ class Disk:
             raise Invalid.argument("key", shown(path), f"it is {what}, not a file")
         return state, node
 
-    def read_file(self, point: Point, path: bytes, start: int = 0, end: int | None = None) -> Iterator[bytes]:
+    def read_file(self, point: Point, path: bytes) -> tuple[Node, bytes]:
+        """Return a file's node and whole content; `NotFound` and `Invalid` as in `file_at`."""
+        state, node = self.file_at(point, path)
+        return node, self.reader.read(node.data, state.blob_bytes())
+
+    def file_chunks(self, point: Point, path: bytes, start: int = 0, end: int | None = None) -> Iterator[bytes]:
         """Yield a file's bytes from `start` up to `end` (exclusive; its end by default), an extent at a time.
 
         `NotFound` and `Invalid` as in `file_at`. What is asked for beyond the end of the file is left out.

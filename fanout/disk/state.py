@@ -206,6 +206,10 @@ class State:
         node = change[1] if change is not None else self.folded(path)
         return _ROOT if node is None and not path else node
 
+    def nodes(self, paths: Iterable[bytes]) -> dict[bytes, Node]:
+        """Return the nodes of those paths that are there."""
+        return {path: node for path in paths if (node := self.get(path)) is not None}
+
     def folded(self, path: bytes) -> Node | None:
         """Return the node the snap alone has at `path`, or None."""
         if not self.snap.pages:
@@ -296,7 +300,7 @@ class State:
             at += 1
 
     def _scan_folded(self, start: bytes, end: bytes | None, whole: bool) -> Iterator[tuple[bytes, Node]]:
-        refs = self._page_refs(start, end)
+        refs = self.page_refs(start, end)
         for page in self.pages.each(refs) if whole else map(self.pages.load, refs):
             at = bisect_left(page, start, key=_path_of)
             for item in page[at:]:
@@ -304,8 +308,8 @@ class State:
                     return
                 yield item
 
-    def _page_refs(self, start: bytes, end: bytes | None) -> Iterator[PageRef]:
-        """Yield the pages that may hold a path of start <= path < end."""
+    def page_refs(self, start: bytes, end: bytes | None) -> Iterator[PageRef]:
+        """Yield the pages of the folded part that may hold a path of start <= path < end."""
         pages = self.snap.pages
         for index in range(page_index(pages, start), len(pages)):
             if end is not None and pages[index].first >= end:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 from pathspec import GitIgnoreSpec
 
 from fanout.disk.data import Packer, Reader
 from fanout.disk.merge import Intent
-from fanout.disk.state import State
 from fanout.errors import Invalid, NotFound
 from fanout.format.tree import DIR, FILE, SYMLINK, Node, directory, same_node
 from fanout.runtime import Runtime, system
@@ -23,14 +23,35 @@ from fanout.view.content import Content, LocalFile, pack_files, reusable
 from fanout.view.local import Directories, join, shown, user_xattrs
 from fanout.view.materialise import host_error, materialise
 
-__all__ = ["IGNORE_FILE", "download", "upload_intents"]
+__all__ = ["IGNORE_FILE", "Bases", "Source", "download", "replacing", "upload_intents"]
 
 #: gitignore patterns in the top directory of an upload; what they match is left out.
 IGNORE_FILE = ".fanoutignore"
 #: files done, bytes done, files in all (None while that is not known).
 Progress = Callable[[int, int, int | None], None]
+#: Returns what a tree has at some paths, those left out at which there is nothing.
+Bases = Callable[[Iterable[bytes]], Mapping[bytes, Node]]
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+
+
+class Source(Protocol):
+    """A tree to download from; `disk.state.State` is one."""
+
+    def get(self, path: bytes) -> Node | None: ...
+
+    def below(self, path: bytes, *, whole: bool) -> Iterator[tuple[bytes, Node]]: ...
+
+    def blob_bytes(self) -> Mapping[bytes, bytes]: ...
+
+
+def replacing(path: bytes, base: Node | None, node: Node) -> Intent | None:
+    """Return the change that puts `node` where `base` is; None where that would change nothing."""
+    if same_node(base, node):
+        return None
+    only_newer = node.kind == DIR and same_node(base, node, times=False)
+    weak = only_newer and base is not None and base.mtime_ns < node.mtime_ns
+    return Intent(path, base, node, weak=weak)
 
 
 def upload_intents(
@@ -38,16 +59,17 @@ def upload_intents(
     local: str | Path,
     prefix: bytes,
     *,
-    state: State | None = None,
+    bases: Bases | None = None,
     progress: Progress | None = None,
     runtime: Runtime = system,
 ) -> list[Intent]:
     """Return the changes that put a local file or directory at `prefix`; contents go to `packer`.
 
-    With `state`, the tree as it is, what is there already is left out and its bytes are not stored again (the proposal
-    then needs the state's blobs). Nothing is ever removed. Symlinks stay links, hard links stay together, holes stay
-    holes. Owners: the caller's own become 0. Sockets, devices and named pipes are left out, and so is what the top
-    directory's `.fanoutignore` matches. `NotFound` and `Invalid` for a local path that cannot be read.
+    With `bases`, of the tree as it is, what is there already is left out and its bytes are not stored again (the
+    proposal then needs the tree's blobs); it is asked once, before any content is read. Nothing is ever removed.
+    Symlinks stay links, hard links stay together, holes stay holes. Owners: the caller's own become 0. Sockets, devices
+    and named pipes are left out, and so is what the top directory's `.fanoutignore` matches. `NotFound` and `Invalid`
+    for a local path that cannot be read.
     """
     name = os.fspath(local)
     try:
@@ -57,13 +79,13 @@ def upload_intents(
         if stat.S_ISDIR(found.st_mode):
             fd = os.open(name, _DIRECTORY)
             try:
-                return _Upload(fd, packer, prefix, state, progress, runtime).tree(found, _ignored(name))
+                return _Upload(fd, packer, prefix, bases, progress, runtime).tree(found, _ignored(name))
             finally:
                 os.close(fd)
         parent, base = os.path.split(os.path.abspath(name))
         fd = os.open(parent, _DIRECTORY)
         try:
-            return _Upload(fd, packer, prefix, state, progress, runtime).one(base, found)
+            return _Upload(fd, packer, prefix, bases, progress, runtime).one(base, found)
         finally:
             os.close(fd)
     except FileNotFoundError as error:
@@ -86,17 +108,18 @@ class _Upload:
     """One run of `upload_intents`."""
 
     def __init__(
-        self, root_fd: int, packer: Packer, prefix: bytes, state: State | None, progress: Progress | None,
+        self, root_fd: int, packer: Packer, prefix: bytes, bases: Bases | None, progress: Progress | None,
         runtime: Runtime,
     ) -> None:  # fmt: skip
         self._root_fd = root_fd
         self._packer = packer
         self._prefix = prefix
-        self._state = state
+        self._bases = bases
+        self._base: Mapping[bytes, Node] = {}
         self._progress = progress
         self._runtime = runtime
         self._uid, self._gid = os.geteuid(), os.getegid()
-        self._intents: list[Intent] = []
+        self._made: list[tuple[bytes, Node]] = []
         self._files: list[tuple[bytes, LocalFile]] = []
         self._inodes: dict[tuple[int, int], int] = {}
         self._aliases: dict[int, list[bytes]] = {}
@@ -104,7 +127,7 @@ class _Upload:
     def tree(self, found: os.stat_result, ignored: Callable[[str, bool], bool]) -> list[Intent]:
         with Directories(self._root_fd) as directories:
             if self._prefix:  # the disk's own root keeps its attributes
-                self._put(self._prefix, self._directory(found, self._root_fd))
+                self._made.append((self._prefix, self._directory(found, self._root_fd)))
             stack = [b""]
             while stack:
                 stack.extend(self._visit(stack.pop(), directories, ignored))
@@ -113,11 +136,11 @@ class _Upload:
     def one(self, name: str, found: os.stat_result) -> list[Intent]:
         path = self._prefix or os.fsencode(name)
         if stat.S_ISLNK(found.st_mode):
-            self._put(path, self._symlink(name, found, self._root_fd))
-            return self._intents
+            self._made.append((path, self._symlink(name, found, self._root_fd)))
+            return self._finish()
         if not stat.S_ISREG(found.st_mode):
             raise Invalid.argument("local", name, "a file, a directory or a symlink")
-        self._files.append((path, LocalFile(b"", name, found, self._base(path))))
+        self._files.append((path, LocalFile(b"", name, found, None)))
         return self._finish()
 
     def _visit(self, rel: bytes, directories: Directories, ignored: Callable[[str, bool], bool]) -> list[bytes]:
@@ -130,24 +153,14 @@ class _Upload:
                 continue
             path = join(self._prefix, here)
             if stat.S_ISDIR(found.st_mode):
-                self._put(path, self._directory(found, directories.open(here)))
+                self._made.append((path, self._directory(found, directories.open(here))))
                 inner.append(here)
             elif stat.S_ISREG(found.st_mode):
-                self._file(path, LocalFile(rel, name, found, self._base(path)))
+                self._file(path, LocalFile(rel, name, found, None))
             elif stat.S_ISLNK(found.st_mode):
                 # `here` may have pushed this directory's descriptor out: ask again.
-                self._put(path, self._symlink(name, found, directories.open(rel)))
+                self._made.append((path, self._symlink(name, found, directories.open(rel))))
         return inner
-
-    def _base(self, path: bytes) -> Node | None:
-        return self._state.get(path) if self._state is not None else None
-
-    def _put(self, path: bytes, node: Node) -> None:
-        base = self._base(path)
-        if not same_node(base, node):
-            only_newer = node.kind == DIR and same_node(base, node, times=False)
-            weak = only_newer and base is not None and base.mtime_ns < node.mtime_ns
-            self._intents.append(Intent(path, base, node, weak=weak))
 
     def _file(self, path: bytes, file: LocalFile) -> None:
         if file.found.st_nlink > 1:
@@ -166,7 +179,10 @@ class _Upload:
             if self._progress is not None:
                 self._progress(done[0], done[1], len(self._files))
 
-        files = [file for _, file in self._files]
+        if self._bases is not None:
+            aliases = [name for names in self._aliases.values() for name in names]
+            self._base = self._bases([*(path for path, _ in self._made), *(path for path, _ in self._files), *aliases])
+        files = [file._replace(base=self._base.get(path)) for path, file in self._files]
         reuse = reusable(file.base for file in files)
         contents = pack_files(files, self._root_fd, self._packer, reuse, progress=count)
         for place, (content, (path, file)) in enumerate(zip(contents, self._files, strict=True)):
@@ -174,15 +190,15 @@ class _Upload:
                 continue  # it went away meanwhile
             names = (path, *self._aliases.get(place, ()))
             node = self._node(file.found, content, self._link_id(names))
-            for name in names:
-                self._put(name, node)
-        return sorted(self._intents, key=lambda intent: intent.path)
+            self._made += [(name, node) for name in names]
+        intents = (replacing(path, self._base.get(path), node) for path, node in self._made)
+        return sorted(filter(None, intents), key=lambda intent: intent.path)
 
     def _link_id(self, names: tuple[bytes, ...]) -> bytes:
         """Return the identity of a group of hard links: the one it has on the disk, or a fresh one."""
         if len(names) == 1:
             return b""
-        known = {base.link if base is not None else b"" for base in map(self._base, names)}
+        known = {base.link if base is not None else b"" for base in map(self._base.get, names)}
         return known.pop() if len(known) == 1 and b"" not in known else self._runtime.token_bytes(16)
 
     def _node(self, found: os.stat_result, content: Content, link: bytes) -> Node:
@@ -209,7 +225,9 @@ class _Upload:
         return uid, gid
 
 
-def download(reader: Reader, state: State, path: bytes, local: str | Path, *, progress: Progress | None = None) -> None:
+def download(
+    reader: Reader, state: Source, path: bytes, local: str | Path, *, progress: Progress | None = None
+) -> None:
     """Write the tree at `path`, or one file, to the local directory or file name `local`.
 
     Files that are there are replaced, and so are links: nothing is ever written through one. Other files stay. A file
@@ -239,7 +257,7 @@ def download(reader: Reader, state: State, path: bytes, local: str | Path, *, pr
 
 
 def _write(
-    target: str, root: Node | None, entries: Iterator[tuple[bytes, Node]], reader: Reader, state: State,
+    target: str, root: Node | None, entries: Iterator[tuple[bytes, Node]], reader: Reader, state: Source,
     progress: Progress | None,
 ) -> None:  # fmt: skip
     fd = os.open(target, _DIRECTORY)

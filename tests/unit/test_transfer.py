@@ -220,6 +220,6 @@ def test_uploading_again_changes_only_what_changed(tmp_path: Path) -> None:
     space.commit(upload_intents(packer, local, b""), packer)
     (local / "d" / "a").write_bytes(b"other")
     packer = space.packer()
-    intents = upload_intents(packer, local, b"", state=space.state)
+    intents = upload_intents(packer, local, b"", bases=space.state.nodes)
     assert sorted(i.path for i in intents if not i.weak) == [b"d/a"]
     assert sum(map(len, packer.finish().blobs.values())) < 200

@@ -37,7 +37,7 @@ def upload(disk: Disk, local: Path) -> int:
     point = disk.point()
     state = point.state()
     packer = disk.packer()
-    intents = upload_intents(packer, local, b"", state=state)
+    intents = upload_intents(packer, local, b"", bases=state.nodes)
     packed = packer.finish()
     disk.apply(
         point,
