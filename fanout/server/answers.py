@@ -38,9 +38,12 @@ def success(data: object = None, *, status: int = 200, **top: object) -> Respons
     return _json({"success": True, "data": data, **top}, status)
 
 
-def failure(status: int, code: str, message: str, headers: Mapping[str, str] | None = None) -> Response:
-    """Answer with `{"success": false, "error": …, "code": …}`."""
-    return _json({"success": False, "error": message, "code": code}, status, headers)
+def failure(
+    status: int, code: str, message: str, headers: Mapping[str, str] | None = None, *, data: object = None
+) -> Response:
+    """Answer with `{"success": false, "error": …, "code": …}`, and `data` where there is some all the same."""
+    told = {} if data is None else {"data": data}
+    return _json({"success": False, "error": message, "code": code, **told}, status, headers)
 
 
 def answer_of(error: Exception) -> Response:

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fanout.server import answers
 from fanout.server.answers import Refused, answer_of, failure
+from fanout.server.archil import routes as archil
 from fanout.server.caller import Caller, principal_of
 from fanout.server.observed import Observed
 from fanout.server.state import State
@@ -21,6 +22,10 @@ __all__ = ["create_app"]
 
 #: First parts of paths that are ours; all else is a bucket's. On the S3 port these are buckets, too.
 OURS = frozenset({"api", "docs", "healthz", "metrics", "openapi.json", "readyz"})
+
+
+#: Paths below `/api` that ask for no key: a share link is signed.
+_PUBLIC = "/api/shared/"
 
 
 class Application:
@@ -45,7 +50,7 @@ class Application:
         if first not in OURS or (self.s3_port is not None and server is not None and server[1] == self.s3_port):
             scope["fanout.route"] = "s3"
             await self._s3(scope, receive, send)
-        elif first != "api":
+        elif first != "api" or scope["path"].startswith(_PUBLIC):
             await self._rest(scope, receive, send)
         else:
             await self._api(scope, receive, send)
@@ -65,6 +70,9 @@ def create_app(state: State) -> Application:
     """Return the application that serves an opened state."""
     rest = FastAPI(title="fanout", docs_url="/docs", redoc_url=None, openapi_url="/openapi.json")
     answers.install(rest)
+    rest.state.fanout = state
+    rest.include_router(archil.public)
+    rest.include_router(archil.router)
 
     @rest.get("/healthz", include_in_schema=False)
     async def healthz() -> dict[str, str]:

@@ -226,6 +226,13 @@ class Keys:
         self._store.delete([layout.access_key(key_id)])
         self._remember(key_id, None)
 
+    def forget_disk(self, disk_id: str) -> None:
+        """Remove the keys that are for this disk alone: it is gone, and its id never comes back."""
+        for record in self.list():
+            if record.disks == (disk_id,):
+                self._store.delete([layout.access_key(record.id)])
+                self._remember(record.id, None)
+
     def any(self) -> bool:
         """Whether there is a key at all."""
         return next(iter(self._store.list(layout.KEYS, limit=1)), None) is not None
