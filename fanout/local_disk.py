@@ -59,7 +59,7 @@ __all__ = ["LocalDisk"]
 
 
 class LocalDisk(Disk):
-    """A disk handle of an embedded connection."""
+    """A disk handle of an embedded connection. `author` is who its commits say they are by."""
 
     def __init__(self, core: CoreDisk, point: Point, author: str) -> None:
         self.core = core
@@ -68,7 +68,17 @@ class LocalDisk(Disk):
         self.name = core.name
         self.branch_name = point.branch.name
         self.at = point.checkpoint
-        self._author = author
+        self.author = author
+
+    async def pinned(self, seq: int | None = None) -> LocalDisk:
+        """Return a handle on this line as it is now, or was at commit `seq`, whatever is committed meanwhile."""
+
+        def work() -> LocalDisk:
+            state = self.point.state() if seq is None else self.point.branch.at(seq)
+            point = Point(self.point.branch, state.seq, self.point.checkpoint)
+            return LocalDisk(self.core, point, self.author)
+
+        return await anyio.to_thread.run_sync(work)
 
     async def upload(self, local: str | Path, remote: str = "/", *, progress: Progress | None = None) -> Commit:
         target = absolute("remote", remote)
@@ -91,7 +101,7 @@ class LocalDisk(Disk):
                 blobs=dict(packed.blobs),
                 seen_blobs=state.blob_bytes(),
                 base_seq=state.seq,
-                author=self._author,
+                author=self.author,
                 message=message,
             )
             return self._commit(landed, message, branch.known().seq)
@@ -115,16 +125,16 @@ class LocalDisk(Disk):
             request.check_no_content("data", content)
 
         def directory_there() -> ObjectInfo:
-            self.core.make_directory(self.point, path, 0o755 if mode == 0o644 else mode, self._author)
+            self.core.make_directory(self.point, path, 0o755 if mode == 0o644 else mode, self.author)
             node = self.core.writable(self.point).known().get(path)
             return object_info(path, node or directory())
 
         def whole(body: bytes) -> ObjectInfo:
-            return object_info(path, self.core.put_object(self.point, path, body, mode, self._author))
+            return object_info(path, self.core.put_object(self.point, path, body, mode, self.author))
 
         def stream(pull: Pull) -> ObjectInfo:
             size = self.core.tuning.extent_bytes  # of the first run: how much is to come is not known
-            node = self.core.put_content(self.point, path, size, pull.read, mode, self._author)
+            node = self.core.put_content(self.point, path, size, pull.read, mode, self.author)
             return object_info(path, node)
 
         if is_directory:
@@ -158,14 +168,14 @@ class LocalDisk(Disk):
     async def delete_object(self, key: str, *, recursive: bool = False) -> None:
         path = tree_path("key", key.rstrip("/") or "/", allow_root=recursive)
         await anyio.to_thread.run_sync(
-            partial(self.core.delete_object, self.point, path, recursive=recursive, author=self._author)
+            partial(self.core.delete_object, self.point, path, recursive=recursive, author=self.author)
         )
 
     async def move(self, source: str, target: str) -> Commit:
         old, new = absolute("source", source), absolute("target", target)
         if not old or not new:
             raise Invalid.argument("source" if not old else "target", source if not old else target, "not the root")
-        landed = await anyio.to_thread.run_sync(self.core.move, self.point, old, new, self._author)
+        landed = await anyio.to_thread.run_sync(self.core.move, self.point, old, new, self.author)
         return self._commit(landed, f"move {shown(old)} to {shown(new)}", 0)
 
     async def list_objects(
@@ -208,7 +218,7 @@ class LocalDisk(Disk):
                 record = self.core.checkpoint_record(checkpoint)
                 start = Point(self.core.branch(record.branch), record.seq, checkpoint)
             made = self.core.create_branch(name, start)
-            return LocalDisk(self.core, Point(made), self._author)
+            return LocalDisk(self.core, Point(made), self.author)
 
         return await anyio.to_thread.run_sync(work)
 
@@ -225,7 +235,7 @@ class LocalDisk(Disk):
                 source = branch.point
             else:
                 source = Point(self.core.branch(str(branch)))
-            landed = self.core.merge(into, source, on_conflict, self._author)
+            landed = self.core.merge(into, source, on_conflict, self.author)
             return self._commit(landed, f"merge {source.branch.name}", into.known().seq)
 
         return await anyio.to_thread.run_sync(work)
@@ -284,7 +294,7 @@ class LocalDisk(Disk):
 
     async def break_lock(self, lock: Lock | str) -> None:
         lock_id = lock.id if isinstance(lock, Lock) else lock
-        release = partial(self.point.branch.release, lock_id, broken=True, author=self._author)
+        release = partial(self.point.branch.release, lock_id, broken=True, author=self.author)
         await anyio.to_thread.run_sync(release)
 
     async def gc(
@@ -310,7 +320,7 @@ class LocalDisk(Disk):
         return Commit(
             seq=seq if landed.seq is None else landed.seq,
             time=when(landed.time_ns),
-            author=self._author,
+            author=self.author,
             message=message,
             exec_id=None,
             base_seq=seq if landed.seq is None else landed.seq - 1,

@@ -19,6 +19,7 @@ from fanout.disk.load import lineage_at
 from fanout.disk.merge import Intent, Policy, intent_of
 from fanout.disk.paths import shown
 from fanout.disk.proposal import Landed, Proposal
+from fanout.disk.receive import Receiver
 from fanout.disk.record import create_record
 from fanout.disk.state import Difference, Pages, State
 from fanout.disk.trim import forget_trimmed
@@ -68,6 +69,7 @@ class Disk:
         self._pages = Pages(store, record.id, tuning.page_cache_entries)
         self._ages = PackAges(runtime, tuning.unreferenced_s)
         self.uploads = Uploads(store, record.id, runtime, self._ages, tuning.unreferenced_s)
+        self.receiver = Receiver(store, record.id, runtime, self._ages, self.reader)
         self._branches: dict[str, Branch] = {}
         self._lock = threading.Lock()
 

@@ -22,11 +22,13 @@ from fanout.format.tree import Ref
 
 __all__ = [
     "ID_BYTES",
+    "TRAILER_BYTES",
     "PackBuilder",
     "decode_footer",
     "decode_frame",
     "encode_frame",
     "encode_frames",
+    "footer_bytes",
     "is_text",
     "is_text_pack",
     "pack_id",
@@ -35,7 +37,8 @@ __all__ = [
 ID_BYTES = 16
 _HEAD = b"FPK1"
 _TAIL = b"FPKE"
-_TRAILER = 16 + 4 + len(_TAIL)
+#: How many bytes at the end of a pack say where its footer begins.
+TRAILER_BYTES = _TRAILER = 16 + 4 + len(_TAIL)
 _SNIFF = 8192
 _LEVEL = 1
 _footer_decoder = msgspec.msgpack.Decoder(tuple[tuple[int, int, int, bytes], ...])
@@ -156,6 +159,11 @@ class PackBuilder:
         footer = zstandard.ZstdCompressor(level=_LEVEL).compress(msgspec.msgpack.encode(self._index))
         check = hashlib.sha256(footer).digest()[:16]
         return b"".join((*self._parts, footer, check, struct.pack("<I", len(footer)), _TAIL))
+
+
+def footer_bytes(trailer: bytes) -> int:
+    """Return how many bytes at the end of a pack hold its index, from the last `TRAILER_BYTES` of them."""
+    return int.from_bytes(trailer[-8:-4], "little") + _TRAILER
 
 
 def decode_footer(pack: bytes, where: str) -> tuple[tuple[int, int, int, bytes], ...]:
