@@ -1,0 +1,166 @@
+"""A helper program of a VM (QEMU, virtiofsd) in namespaces of its own, a child of the engine's spawner.
+
+Owns how such a program is started, killed and found dead, and what its sandbox has in common. Knows nothing of what the
+program does. bwrap is the launcher, as for commands: no network, no host's process or file in sight, no privileges, and
+all of it dead when fanout is.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Sequence
+
+from fanout.engine.base import Mount
+from fanout.engine.spawning import Child, Spawner, memory_file, read_ending
+from fanout.errors import EngineUnavailable
+
+__all__ = ["Jail"]
+
+#: Namespaces, and no way back to privileges. Files and capabilities are each program's own.
+OPTIONS = (
+    *("--unshare-user", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"),
+    *("--die-with-parent", "--new-session", "--hostname", "fanout", "--uid", "0", "--gid", "0", "--cap-drop", "ALL"),
+    *("--clearenv", "--setenv", "PATH", "/usr/bin:/bin", "--chdir", "/"),
+)
+
+#: How long a killed one may take to be gone.
+DEATH_S = 60.0
+
+#: What a start that failed may have said of it.
+SAID_BYTES = 4096
+
+
+class Jail:
+    """A started program. `kill` and `poll` from any thread; `wait` once it was killed or is about to end."""
+
+    def __init__(
+        self,
+        spawner: Spawner,
+        bwrap: str,
+        options: Sequence[str],
+        argv: Sequence[str],
+        *,
+        output: int,
+        others: Sequence[int] = (),
+        open_files: int = 4096,
+    ) -> None:
+        """Start `argv` with stdout and stderr at `output` and the descriptors `others` under their own numbers.
+
+        `EngineUnavailable` where the sandbox cannot be made.
+        """
+        numbers = _free_numbers(others)
+        args = memory_file(os.fsencode("\0".join([*OPTIONS, *options]) + "\0"))
+        null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        to_args, to_status, to_block, to_filter = map(str, numbers)
+        words = [bwrap, "--args", to_args, "--json-status-fd", to_status, "--block-fd", to_block]
+        words += ["--seccomp", to_filter, "--", *argv]
+        child = Child(words, null, output, output, args, others=[(fd, fd) for fd in others], numbers=numbers)
+        try:
+            started = spawner.start(child, [])
+        finally:
+            os.close(args)
+            os.close(null)
+        if started is None:
+            raise EngineUnavailable(f"the sandbox of {os.path.basename(argv[0])} could not be made")
+        self._spawner = spawner
+        self._reply: socket.socket | None = started.reply
+        self._init_fd = started.init_fd
+        self._signalling = threading.Lock()  # to use or close init_fd: its number is soon another's
+        self._reading = threading.Lock()  # to read or close the socket
+        self.pid = started.init
+        self.returncode: int | None = None
+        self._status = started.status  # unread, but open: bwrap writes to it at the end
+        try:
+            _allow_files(started.init, open_files)
+            os.write(started.block, b"1")
+        except (BrokenPipeError, ProcessLookupError):
+            pass  # it ended; `poll` says so
+        finally:
+            os.close(started.block)
+
+    def attach(self, top: str, mounts: Sequence[Mount]) -> None:
+        """Mount below `top`, a directory in it; `EngineUnavailable` where that fails."""
+        with self._reading:
+            if self._reply is None:
+                raise EngineUnavailable("cannot mount in a sandbox: it is dead")
+            self._spawner.attach(self._reply, top, mounts)
+
+    def kill(self) -> None:
+        """Kill it, and all it started. Repeating it is harmless."""
+        with self._signalling:
+            if self._init_fd >= 0:
+                try:
+                    signal.pidfd_send_signal(self._init_fd, signal.SIGKILL)
+                except ProcessLookupError:
+                    pass  # dead already
+
+    def poll(self) -> int | None:
+        """Return its exit code if it has ended (negative: the signal), else None."""
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it, and all it started, is dead; return its exit code (-9 where the spawner died).
+
+        `subprocess.TimeoutExpired` after `timeout` seconds.
+        """
+        with self._reading:
+            if self.returncode is None:
+                self._await_end(timeout)
+            assert self.returncode is not None
+            return self.returncode
+
+    def end(self) -> None:
+        """Kill it and wait until it is gone; `EngineUnavailable` where it does not go."""
+        self.kill()
+        try:
+            self.wait(DEATH_S)
+        except subprocess.TimeoutExpired:
+            raise EngineUnavailable(f"process {self.pid} is still there {DEATH_S:.0f} s after it was killed") from None
+
+    def _await_end(self, timeout: float | None) -> None:
+        assert self._reply is not None
+        poll = select.poll()
+        poll.register(self._reply, select.POLLIN)
+        poll.register(self._spawner.pidfd, select.POLLIN)
+        if not poll.poll(None if timeout is None else timeout * 1000):
+            raise subprocess.TimeoutExpired("jail", timeout or 0)
+        ending = read_ending(self._reply.fileno())
+        if ending is None:  # no spawner any more: its sandboxes die with it
+            self.kill()
+            _readable(self._init_fd, DEATH_S)
+        self.returncode = -signal.SIGKILL if ending is None else os.waitstatus_to_exitcode(ending.status)
+        self._reply.close()
+        self._reply = None
+        with self._signalling:
+            os.close(self._init_fd)
+            self._init_fd = -1
+        os.close(self._status)
+
+
+def _readable(fd: int, seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
+def _allow_files(pid: int, files: int) -> None:
+    """Allow a process this many open files, or as many as can be."""
+    try:
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (files, files))
+    except (PermissionError, ValueError):
+        pass  # it takes CAP_SYS_RESOURCE to raise a hard limit; then it keeps what it inherited
+
+
+def _free_numbers(taken: Sequence[int]) -> tuple[int, int, int, int]:
+    """Return numbers for bwrap's own descriptors that are in nobody's way."""
+    free = (number for number in range(3, 4 + 4 + len(taken)) if number not in taken)
+    return next(free), next(free), next(free), next(free)
