@@ -5,7 +5,7 @@ The public names and nothing else; docs/ARCHITECTURE.md says what is behind them
 
 from fanout.api import Disk, Disks, Fanout
 from fanout.config import Settings
-from fanout.default import connect, exec, map, stream
+from fanout.default import connect, exec, grep, map, stream
 from fanout.errors import (
     Busy,
     CommandFailed,
@@ -29,6 +29,9 @@ from fanout.model import (
     DirEntry,
     Event,
     Finished,
+    Grep,
+    GrepMatch,
+    GrepShard,
     Lock,
     Mount,
     ObjectInfo,
@@ -60,6 +63,9 @@ __all__ = [
     "Fanout",
     "FanoutError",
     "Finished",
+    "Grep",
+    "GrepMatch",
+    "GrepShard",
     "Invalid",
     "LeaseLost",
     "Limit",
@@ -78,6 +84,7 @@ __all__ = [
     "Usage",
     "connect",
     "exec",
+    "grep",
     "map",
     "stream",
 ]

@@ -26,6 +26,9 @@ from fanout.model import (
     Event,
     FsckReport,
     GcReport,
+    Grep,
+    GrepOutput,
+    GrepSyntax,
     Lock,
     Mode,
     Mount,
@@ -162,6 +165,47 @@ class Disk(ABC):
     @abstractmethod
     def listdir(self, path: str = "/") -> AsyncIterator[DirEntry]:
         """Yield one directory's entries in byte order; `NotFound`, or `Invalid` for a file."""
+
+    @abstractmethod
+    async def grep(
+        self,
+        pattern: str | bytes,
+        *,
+        directory: str = "/",
+        recursive: bool = True,
+        syntax: GrepSyntax = "rust",
+        ignore_case: bool = False,
+        word: bool = False,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+        at: str | int | None = None,
+        before: int = 0,
+        after: int = 0,
+        output: GrepOutput = "lines",
+        binary: bool = True,
+        max_results: int = 1000,
+        max_line_bytes: int = 4096,
+        max_duration_s: float = 30.0,
+        concurrency: int | None = None,
+    ) -> Grep:
+        """Search the files below `directory` for lines that match, as ripgrep would find them in a download.
+
+        `syntax`: "rust" (ripgrep's own), "ere" (POSIX extended, as `grep -E`), "fixed" or "pcre2". `word`: only where
+        the match is a whole word. `include`, `exclude`: globs as for `rg -g`, seen from the disk's root; what is both
+        is excluded. `at`: a branch, a checkpoint or a commit of this branch; the newest commit by default. `before`,
+        `after`: lines around a match to bring (to 1,000). `output`: "lines", "count" (of lines, for each file), or
+        "files" (their names only).
+
+        Every file is searched, hidden and ignored ones too; symbolic links are not followed. A file that starts with a
+        byte order mark is searched as what it says. A file that holds a NUL byte is named in `binary_files` if a line
+        of it matches; those with one in their first 8 KiB are left out if `binary` is false. Results are in byte order
+        of paths, then by line, whatever `concurrency` is (default: the host's cores); `max_results` (1 to 1,000,000)
+        are the first of that order. Lines are cut to `max_line_bytes` (1 to 1 MiB). `max_duration_s` (to 3,600) bounds
+        the whole call. Lines end with newlines only: a carriage return is part of its line.
+
+        Errors: `Invalid` for a bad argument and a pattern that does not compile (the message says where), `NotFound`
+        and `Invalid` for a `directory` that is not there or none, `EngineUnavailable` where there is no ripgrep.
+        """
 
     # History -------------------------------------------------------------------------------------------------
 
@@ -300,6 +344,11 @@ class Fanout(ABC):
         Errors: `Invalid`, `NotFound`, `EngineUnavailable` before anything starts; `Unavailable`, `Unknown` from
         the store.
         """
+
+    async def grep(self, disk: Disk | str, pattern: str | bytes, **options: Any) -> Grep:
+        """`Disk.grep` of a disk, which may be given by name as for `disks.get`; the options are the same."""
+        found = await self.disks.get(disk) if isinstance(disk, str) else disk
+        return await found.grep(pattern, **options)
 
     @abstractmethod
     def stream(self, command: str, **options: Any) -> AsyncGenerator[Event, None]:

@@ -10,12 +10,12 @@ import threading
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
-from fanout.api import Fanout
+from fanout.api import Disk, Fanout
 from fanout.config import Settings
 from fanout.errors import Invalid
-from fanout.model import Event, Run
+from fanout.model import Event, Grep, Run
 
-__all__ = ["connect", "connection", "exec", "map", "stream"]
+__all__ = ["connect", "connection", "exec", "grep", "map", "stream"]
 
 #: Before thread pools are shut down, which is before `atexit`: closing still has work for them.
 _at_exit: Callable[[Callable[[], None]], Any] = getattr(threading, "_register_atexit", atexit.register)
@@ -58,6 +58,11 @@ async def connection() -> Fanout:
 async def exec(command: str, **options: Any) -> Run:
     """`Fanout.exec` on the default connection."""
     return await (await connection()).exec(command, **options)
+
+
+async def grep(disk: Disk | str, pattern: str | bytes, **options: Any) -> Grep:
+    """`Fanout.grep` on the default connection."""
+    return await (await connection()).grep(disk, pattern, **options)
 
 
 async def map(command: str, items: Any, **options: Any) -> list[Run]:

@@ -35,12 +35,14 @@ from fanout.run import request
 from fanout.run.bridge import each, in_turn
 from fanout.run.exec import Host, Job
 from fanout.run.executor import LocalExecutor
+from fanout.run.grep import Searcher
 from fanout.run.mounts import Lines
 from fanout.run.once import Once
 from fanout.runtime import Runtime, system
 from fanout.store.base import Store
 from fanout.store.open import open_store
 from fanout.view.cache import HostCache
+from fanout.view.scans import Scans
 
 __all__ = ["Acting", "LocalFanout"]
 
@@ -193,6 +195,7 @@ class LocalFanout(Fanout):
                 self._close_store()
                 raise
             self._catalogue = Catalogue(self._store, self._runtime, settings.tuning)
+            self._searcher = Searcher(Scans(self._cache), self._runtime)
             self._engine: Engine | None = None
             self._author = settings.author or _user()
             self._lines = Lines(self._catalogue)
@@ -204,6 +207,7 @@ class LocalFanout(Fanout):
             if self._engine is not None:
                 self._executor.close()
                 self._engine.close()
+        self._searcher.close()
         self._catalogue.close()
         self._cache.close()
         self._close_store()
@@ -303,7 +307,8 @@ class LocalDisks(Disks):
         return self._handle(core, core.point(line) if line else None)
 
     def _handle(self, core: CoreDisk, point: Point | None = None) -> LocalDisk:
-        return LocalDisk(core, point or core.point(), self._author or self._fanout._author)
+        author = self._author or self._fanout._author
+        return LocalDisk(core, point or core.point(), author, self._fanout._searcher)
 
 
 _OPTIONS: dict[str, Any] = {

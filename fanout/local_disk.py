@@ -6,7 +6,7 @@ Owns the bridge from its async calls to blocking ones, and what they answer. Dec
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -25,7 +25,7 @@ from fanout.disk.paths import absolute, shown, tree_path
 from fanout.disk.proposal import Landed
 from fanout.disk.state import State
 from fanout.disk.trim import Trimmed
-from fanout.errors import Invalid, NotFound
+from fanout.errors import Invalid, NotFound, Unavailable
 from fanout.format.entry import Entry
 from fanout.format.tree import DIR, Node, directory
 from fanout.model import (
@@ -35,6 +35,9 @@ from fanout.model import (
     DirEntry,
     FsckReport,
     GcReport,
+    Grep,
+    GrepOutput,
+    GrepSyntax,
     Lock,
     ObjectInfo,
 )
@@ -53,15 +56,17 @@ from fanout.run.describe import (
     only_time,
     when,
 )
+from fanout.run.grep import Searcher
+from fanout.run.grep_query import check_query
 from fanout.view.transfer import download, upload_intents
 
 __all__ = ["LocalDisk"]
 
 
 class LocalDisk(Disk):
-    """A disk handle of an embedded connection. `author` is who its commits say they are by."""
+    """A disk handle of an embedded connection. `author` is who its commits say they are by; `searcher` searches it."""
 
-    def __init__(self, core: CoreDisk, point: Point, author: str) -> None:
+    def __init__(self, core: CoreDisk, point: Point, author: str, searcher: Searcher | None = None) -> None:
         self.core = core
         self.point = point
         self.id = core.id
@@ -69,6 +74,7 @@ class LocalDisk(Disk):
         self.branch_name = point.branch.name
         self.at = point.checkpoint
         self.author = author
+        self._searcher = searcher
 
     async def pinned(self, seq: int | None = None) -> LocalDisk:
         """Return a handle on this line as it is now, or was at commit `seq`, whatever is committed meanwhile."""
@@ -76,7 +82,7 @@ class LocalDisk(Disk):
         def work() -> LocalDisk:
             state = self.point.state() if seq is None else self.point.branch.at(seq)
             point = Point(self.point.branch, state.seq, self.point.checkpoint)
-            return LocalDisk(self.core, point, self.author)
+            return LocalDisk(self.core, point, self.author, self._searcher)
 
         return await anyio.to_thread.run_sync(work)
 
@@ -200,6 +206,50 @@ class LocalDisk(Disk):
         async for item in each(entries):
             yield item
 
+    async def grep(
+        self,
+        pattern: str | bytes,
+        *,
+        directory: str = "/",
+        recursive: bool = True,
+        syntax: GrepSyntax = "rust",
+        ignore_case: bool = False,
+        word: bool = False,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+        at: str | int | None = None,
+        before: int = 0,
+        after: int = 0,
+        output: GrepOutput = "lines",
+        binary: bool = True,
+        max_results: int = 1000,
+        max_line_bytes: int = 4096,
+        max_duration_s: float = 30.0,
+        concurrency: int | None = None,
+    ) -> Grep:
+        if self._searcher is None:
+            raise Unavailable(f"{self!r} was not made by a connection: there is nothing that could search it")
+        query = check_query(
+            pattern,
+            directory=directory,
+            recursive=recursive,
+            syntax=syntax,
+            ignore_case=ignore_case,
+            word=word,
+            include=include,
+            exclude=exclude,
+            at=at,
+            before=before,
+            after=after,
+            output=output,
+            binary=binary,
+            max_results=max_results,
+            max_line_bytes=max_line_bytes,
+            max_duration_s=max_duration_s,
+            concurrency=concurrency,
+        )
+        return await self._searcher.grep(self.core, self.point, query)
+
     async def checkpoint(self, name: str | None = None) -> Checkpoint:
         made, record = await anyio.to_thread.run_sync(
             self.core.create_checkpoint, name, self.point.branch, self.point.seq
@@ -218,7 +268,7 @@ class LocalDisk(Disk):
                 record = self.core.checkpoint_record(checkpoint)
                 start = Point(self.core.branch(record.branch), record.seq, checkpoint)
             made = self.core.create_branch(name, start)
-            return LocalDisk(self.core, Point(made), self.author)
+            return LocalDisk(self.core, Point(made), self.author, self._searcher)
 
         return await anyio.to_thread.run_sync(work)
 

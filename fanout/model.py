@@ -5,12 +5,13 @@ Owns their names and units. Builds nothing and does no I/O.
 
 from __future__ import annotations
 
+import base64
 import json
 from collections.abc import Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, field_serializer
+from pydantic import BaseModel, ConfigDict, field_serializer, field_validator
 from pydantic.alias_generators import to_camel
 
 from fanout.errors import CommandFailed, Conflict
@@ -31,6 +32,11 @@ __all__ = [
     "FsckProblem",
     "FsckReport",
     "GcReport",
+    "Grep",
+    "GrepMatch",
+    "GrepOutput",
+    "GrepShard",
+    "GrepSyntax",
     "Lock",
     "Mode",
     "Mount",
@@ -46,6 +52,8 @@ __all__ = [
 
 ChangeKind = Literal["added", "modified", "attributes", "deleted"]
 CommitPolicy = Literal["always", "on_success", "never"]
+GrepOutput = Literal["lines", "count", "files"]
+GrepSyntax = Literal["rust", "ere", "fixed", "pcre2"]
 Mode = Literal["read_only", "conditional", "shared"]
 Status = Literal["completed", "timed_out", "killed", "oom"]
 
@@ -194,6 +202,75 @@ class GcReport(Value):
     kept_bytes: int
     trimmed: Mapping[str, int]
     duration_ms: float
+
+
+class GrepMatch(Value):
+    """One matching line; with output "count" or "files" one file (`line` 0, `text` empty, `count` its matching lines).
+
+    `file` is relative to the disk's root, undecodable bytes as surrogate escapes; `line` counts from 1. `text` is the
+    line without its newline, undecodable bytes replaced; `raw` its exact bytes where `text` is not them. `truncated`:
+    the line is longer than was asked for and was cut. `before` and `after` are the lines around it.
+    """
+
+    file: str
+    line: int
+    text: str = ""
+    raw: bytes | None = None
+    truncated: bool = False
+    before: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    count: int | None = None
+
+    @property
+    def text_bytes(self) -> bytes:
+        """The line's exact bytes."""
+        return self.text.encode() if self.raw is None else self.raw
+
+    @field_serializer("raw", when_used="json")
+    def _raw(self, value: bytes | None) -> str | None:
+        return None if value is None else base64.b64encode(value).decode()
+
+    @field_validator("raw", mode="before")
+    @classmethod
+    def _from_text(cls, value: object) -> object:
+        return base64.b64decode(value) if isinstance(value, str) else value
+
+
+class GrepShard(Value):
+    """One part of a search: the paths from `first` to `last`, where it ran, bytes scanned and milliseconds.
+
+    `pages` is how many ranges of the tree it covers (each is one file of the host's scan cache), `fetched` how many of
+    them were not on the host before, `skipped` how many the index ruled out.
+    """
+
+    first: str
+    last: str
+    pages: int
+    fetched: int
+    skipped: int
+    bytes_scanned: int
+    duration_ms: float
+    host: str
+
+
+class Grep(Value):
+    """The result of a search: `matches` in byte order of paths, then by line.
+
+    `stopped_reason`: "completed" (these are all), "max_results" (there may be more), "deadline" (time was up: what was
+    found until then), "incomplete" (something could not be searched: `problems` says what). `files_scanned` and
+    `bytes_scanned` count what was looked at, `binary_files` are those that match and hold a NUL byte (at most 100 of
+    `binary_count`): they are named, not shown.
+    """
+
+    matches: tuple[GrepMatch, ...]
+    stopped_reason: Literal["completed", "max_results", "deadline", "incomplete"]
+    files_scanned: int
+    bytes_scanned: int
+    duration_ms: float
+    binary_files: tuple[str, ...] = ()
+    binary_count: int = 0
+    shards: tuple[GrepShard, ...] = ()
+    problems: tuple[str, ...] = ()
 
 
 class Mount(Value):

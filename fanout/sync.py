@@ -29,6 +29,9 @@ from fanout.model import (
     Event,
     FsckReport,
     GcReport,
+    Grep,
+    GrepOutput,
+    GrepSyntax,
     Lock,
     Mount,
     ObjectInfo,
@@ -179,6 +182,50 @@ class Disk:
         """See `fanout.Disk.listdir`."""
         return self._bridge.each(lambda: self._inner.listdir(path))
 
+    def grep(
+        self,
+        pattern: str | bytes,
+        *,
+        directory: str = "/",
+        recursive: bool = True,
+        syntax: GrepSyntax = "rust",
+        ignore_case: bool = False,
+        word: bool = False,
+        include: Iterable[str] = (),
+        exclude: Iterable[str] = (),
+        at: str | int | None = None,
+        before: int = 0,
+        after: int = 0,
+        output: GrepOutput = "lines",
+        binary: bool = True,
+        max_results: int = 1000,
+        max_line_bytes: int = 4096,
+        max_duration_s: float = 30.0,
+        concurrency: int | None = None,
+    ) -> Grep:
+        """See `fanout.Disk.grep`."""
+        return self._bridge.call(
+            lambda: self._inner.grep(
+                pattern,
+                directory=directory,
+                recursive=recursive,
+                syntax=syntax,
+                ignore_case=ignore_case,
+                word=word,
+                include=include,
+                exclude=exclude,
+                at=at,
+                before=before,
+                after=after,
+                output=output,
+                binary=binary,
+                max_results=max_results,
+                max_line_bytes=max_line_bytes,
+                max_duration_s=max_duration_s,
+                concurrency=concurrency,
+            )
+        )
+
     def checkpoint(self, name: str | None = None) -> Checkpoint:
         """See `fanout.Disk.checkpoint`."""
         return self._bridge.call(lambda: self._inner.checkpoint(name))
@@ -318,6 +365,11 @@ class Fanout:
                 idempotency_key=idempotency_key,
             )
         )
+
+    def grep(self, disk: Disk | str, pattern: str | bytes, **options: Any) -> Grep:
+        """See `fanout.Fanout.grep`."""
+        inner = disk._inner if isinstance(disk, Disk) else disk
+        return self._bridge.call(lambda: self._inner.grep(inner, pattern, **options))
 
     def stream(self, command: str, **options: Any) -> Iterator[Event]:
         """See `fanout.Fanout.stream`. Closing the iterator early kills the command."""

@@ -222,7 +222,7 @@ class State:
         self, start: bytes = b"", end: bytes | None = None, *, whole: bool = False
     ) -> Iterator[tuple[bytes, Node]]:
         """Yield (path, node) for start <= path < end, in byte order. `whole` as for `below`."""
-        changed = self._changed(start, end)
+        changed = self.changed_between(start, end)
         path = next(changed, None)
         for item in self._scan_folded(start, end, whole):
             while path is not None and path < item[0]:
@@ -290,7 +290,8 @@ class State:
             if before is not after and not same_node(before, after):
                 yield Difference(path, before, after)
 
-    def _changed(self, start: bytes, end: bytes | None) -> Iterator[bytes]:
+    def changed_between(self, start: bytes, end: bytes | None) -> Iterator[bytes]:
+        """Yield the paths start <= path < end that changed after the snap, in byte order."""
         if self._order is None:
             self._order = sorted(self.changes)
         order = self._order

@@ -3,6 +3,7 @@
 Owns the cache directory: what is in it, who uses it, what is removed when. Knows nothing of what a tree holds.
 
     base/<id>/tree, delta/<id>/tree   immutable once there; built in tmp/ and renamed into place
+    scan/<id>/tree                    the same, for searches (scan.py)
     base/<id>/entry                   size in bytes and the boot it was built in
     lease/<kind>-<id>                 flock: shared in use, exclusive to build or evict; its mtime is the last use
     tmp/<owner>-*, upper/<owner>-*, trash/<owner>-*    scratch of one process (scratch.py)
@@ -33,11 +34,11 @@ from fanout.view.scratch import Scratch, ScratchPool, spread
 
 __all__ = ["HostCache", "Known", "Lease"]
 
-Kind = Literal["base", "delta"]
+Kind = Literal["base", "delta", "scan"]
 #: Builds a tree below an open directory; returns its size on disk in bytes.
 Builder = Callable[[int], int]
 
-_KINDS: tuple[Kind, ...] = ("delta", "base")
+_KINDS: tuple[Kind, ...] = ("delta", "base", "scan")
 _SCRATCH = ("tmp", "upper", "trash")
 #: More unused deltas than this are removed even where there is room: an old delta is of little use.
 _MAX_IDLE_DELTAS = 64

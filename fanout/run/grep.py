@@ -1,0 +1,351 @@
+"""One search: plan from the tree, scan on the cores of this host, first results in order.
+
+Owns the order of things, time and early stops. What holds the bytes is view/scans.py, what finds lines is ripgrep.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Literal
+
+import anyio
+import anyio.to_thread
+
+from fanout.disk.disk import Disk, Point
+from fanout.disk.paths import shown
+from fanout.disk.state import State
+from fanout.errors import Invalid, NotFound, Unavailable
+from fanout.format.tree import DIR, subtree_end
+from fanout.model import Grep, GrepMatch
+from fanout.run.describe import KINDS
+from fanout.run.grep_lines import Collector, Found, read_lines
+from fanout.run.grep_plan import Ahead, Shard, split
+from fanout.run.grep_query import Query
+from fanout.run.ripgrep import Program, Search, check_pattern, program
+from fanout.runtime import Runtime
+from fanout.view.scan import Scan, Stopped
+from fanout.view.scans import Held, Part, Scans, Wanted
+
+__all__ = ["Searcher"]
+
+#: Binary files that match are named up to this many. Held by tests/contract/test_api_grep.py.
+_MAX_NAMES = 100
+
+
+class Searcher:
+    """Searches the disks of one connection. `close` ends what is under way."""
+
+    def __init__(self, scans: Scans, runtime: Runtime) -> None:
+        self.scans = scans
+        self.runtime = runtime
+        self.host = socket.gethostname()
+        self.cores = len(os.sched_getaffinity(0))
+        self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
+        self._running: set[_Search] = set()
+        self._closed = False
+
+    async def grep(self, disk: Disk, point: Point, query: Query) -> Grep:
+        """Run one search. A caller that goes away ends it."""
+        search = _Search(self, disk, point, query)
+        outcome: list[Grep | BaseException] = []
+        over = anyio.Event()
+
+        async def shielded() -> None:
+            with anyio.CancelScope(shield=True):
+                outcome.append(await anyio.to_thread.run_sync(self._run, search))
+            over.set()
+
+        async with anyio.create_task_group() as group:
+            group.start_soon(shielded)
+            try:
+                await over.wait()
+            finally:
+                search.stop()
+        if isinstance(outcome[0], BaseException):
+            raise outcome[0]
+        return outcome[0]
+
+    def close(self) -> None:
+        """End all searches (their callers get `Unavailable`) and wait for them."""
+        with self._lock:
+            self._closed = True
+            running = list(self._running)
+        for search in running:
+            search.stop()
+        with self._lock:
+            self._idle.wait_for(lambda: not self._running)
+
+    def _run(self, search: _Search) -> Grep | BaseException:
+        try:
+            with self._lock:
+                if self._closed:
+                    raise _closing()
+                self._running.add(search)
+            try:
+                found = search.run()
+            finally:
+                with self._lock:
+                    self._running.discard(search)
+                    self._idle.notify_all()
+            if self._closed:
+                raise _closing()
+            return found
+        except BaseException as error:
+            return error
+
+
+def _closing() -> Unavailable:
+    return Unavailable("the connection was closed while it searched")
+
+
+@dataclass(slots=True)
+class _Hits:
+    """What was found in one scan file: for each row that matches the offsets of its lines, and how many there are."""
+
+    lines: dict[int, list[int]] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+    binary: list[bytes] = field(default_factory=list)
+
+
+class _Search:
+    def __init__(self, searcher: Searcher, disk: Disk, point: Point, query: Query) -> None:
+        self._searcher = searcher
+        self._scans = searcher.scans
+        self._monotonic = searcher.runtime.monotonic
+        self._disk = disk
+        self._point = point
+        self._query = query
+        self._began_s = self._monotonic()
+        self._deadline_s = self._began_s + query.max_duration_s
+        self._stopped = threading.Event()
+        self._late = False
+        self._lock = threading.Lock()
+        self._running: set[Search] = set()
+        self._collector = Collector(query.max_results)
+        self._state: State
+        self._rg: Program
+        self._ahead: Ahead
+
+    def stop(self) -> None:
+        """End it as soon as possible, from any thread."""
+        self._stopped.set()
+        with self._lock:
+            running = list(self._running)
+        for each in running:
+            each.kill()
+
+    def run(self) -> Grep:
+        self._rg = program()
+        query = self._query
+        if query.pattern.pcre2 and not self._rg.pcre2:
+            raise Invalid.argument("syntax", "pcre2", f"this ripgrep ({self._rg.path}) has no PCRE2")
+        point = self._point if query.at is None else self._disk.point(query.at, self._point.branch.name)
+        self._state = state = point.state()
+        self._check_directory(state)
+        timer = threading.Timer(max(self._deadline_s - self._monotonic(), 0), self._out_of_time)
+        timer.daemon = True
+        timer.start()
+        shards: list[Shard] = []
+        held: list[Held] = []
+        try:
+            selects = query.selects if query.selective else None
+            wanted = Wanted(query.directory, query.binary, selects)
+            check_pattern(query.pattern, self._rg)
+            parts, held = self._scans.parts(self._disk.id, state, self._disk.reader, wanted, self._stopped.is_set)
+            shards = split(parts, query.concurrency or self._searcher.cores)
+            with Ahead(self._scans, shards, lambda part: self._stopped.is_set() or self._beyond(part.first)) as ahead:
+                self._ahead = ahead
+                self._run_all(shards)
+        except Stopped:
+            pass
+        finally:
+            timer.cancel()
+            for each in held:
+                each.release()
+        return self._result(shards)
+
+    def _check_directory(self, state: State) -> None:
+        directory = self._query.directory
+        node = state.get(directory)
+        if node is None:
+            raise NotFound(f"directory: disk {self._disk.name!r} has no {'/' + shown(directory)!r}")
+        if node.kind != DIR:
+            allowed = "a directory; it is a " + KINDS[node.kind]
+            raise Invalid.argument("directory", "/" + shown(directory), allowed)
+
+    def _out_of_time(self) -> None:
+        self._late = True
+        self.stop()
+
+    def _run_all(self, shards: Sequence[Shard]) -> None:
+        width = min(self._query.concurrency or self._searcher.cores, len(shards))
+        todo = iter(shards)
+
+        def worker() -> None:
+            while not self._stopped.is_set():
+                with self._lock:
+                    shard = next(todo, None)
+                if shard is None:
+                    return
+                self._run_shard(shard)
+
+        if width <= 1:
+            worker()
+            return
+        with ThreadPoolExecutor(width, "fanout-grep") as pool:
+            workers = [pool.submit(worker) for _ in range(width)]
+            try:
+                for done in workers:
+                    done.result()
+            except BaseException:
+                self.stop()
+                raise
+
+    def _run_shard(self, shard: Shard) -> None:
+        """Make a shard's scan files available and search them."""
+        began_s = self._monotonic()
+        held: list[tuple[Part, Held]] = []
+        try:
+            for part in shard.parts:
+                if self._stopped.is_set() or self._beyond(part.first):
+                    break
+                one = self._ahead.hold(part)
+                held.append((part, one))
+                shard.done.fetched += not one.warm
+            if held and not self._stopped.is_set():
+                self._search(shard, [(part, one.scan) for part, one in held if one.scan.files])
+        finally:
+            for _, one in held:
+                one.release()
+            shard.done.duration_ms = (self._monotonic() - began_s) * 1e3
+
+    def _beyond(self, path: bytes) -> bool:
+        cut = self._collector.cut
+        return cut is not None and path > cut
+
+    def _search(self, shard: Shard, scans: list[tuple[Part, Scan]]) -> None:
+        if not scans:
+            return
+        search = Search(self._rg, self._query.pattern, [scan.data_path for _, scan in scans])
+        with self._lock:
+            self._running.add(search)
+        if self._stopped.is_set():
+            search.kill()
+        try:
+            self._collect(search, shard, scans)
+        except BaseException:
+            search.kill()
+            raise
+        finally:
+            with self._lock:
+                self._running.discard(search)
+            shard.done.problem = search.finish()
+        for part, scan in scans:
+            shard.done.bytes_scanned += scan.size
+            shard.done.files += self._looked_at(part, scan)
+
+    def _looked_at(self, part: Part, scan: Scan) -> int:
+        """How many files of the tree were looked at in one scan file."""
+        query = self._query
+        first, end = 0, scan.files
+        if query.directory and part.kind != "patch":
+            first, end = scan.first_from(query.prefix), scan.first_from(subtree_end(query.directory))
+        numbers: Iterable[int] = range(first, end) if part.live is None else part.live
+        if query.selective or part.kind == "patch":
+            return sum(self._is_wanted(scan.path(number)) for number in numbers)
+        gone = sum(scan.find(path) is not None for path in self._state.changed_between(part.first, part.end))
+        return len(range(first, end)) - gone if part.live is None else len(part.live) - gone
+
+    def _is_wanted(self, path: bytes) -> bool:
+        return path.startswith(self._query.prefix) and (not self._query.selective or self._query.selects(path))
+
+    def _collect(self, search: Search, shard: Shard, scans: list[tuple[Part, Scan]]) -> None:
+        """Turn offsets into files and lines, until nothing more of this shard can be among the first."""
+        limit = self._query.max_results + 1
+        by_line = self._query.output == "lines"
+        found = [_Hits() for _ in scans]
+        ordered = shard.ordered and all(scan.in_order for _, scan in scans)
+        at = -1
+        start = end = next_start = kept = row = 0
+        wanted = binary = False
+        for number, offset in search:
+            if number != at or offset >= next_start:
+                if ordered and kept >= limit:
+                    break
+                part, scan = scans[number]
+                hits, at = found[number], number
+                row = scan.row_at(offset)
+                start, end = scan.span(row)
+                next_start = scan.next_start(row)
+                path = scan.path(row)
+                wanted = self._is_live(part, scan, row, path)
+                if wanted and ordered and self._beyond(path):
+                    break
+                binary = scan.has_nul(row)
+            if not wanted or not start <= offset < end:
+                continue
+            if binary:
+                if not hits.binary or hits.binary[-1] != path:
+                    hits.binary.append(path)
+            elif by_line:
+                lines = hits.lines.setdefault(row, [])
+                if len(lines) < limit:
+                    lines.append(offset)
+                    kept += 1
+                elif ordered:
+                    break
+            else:
+                kept += row not in hits.counts
+                hits.counts[row] = hits.counts.get(row, 0) + 1
+        else:
+            at = -2
+        if at != -2:
+            search.kill()
+        for (_, scan), hits in zip(scans, found, strict=True):
+            self._collector.add_binary(hits.binary)
+            self._collector.add(
+                read_lines(scan, hits.lines.items(), self._query) if hits.lines else self._counted(scan, hits)
+            )
+
+    def _is_live(self, part: Part, scan: Scan, row: int, path: bytes) -> bool:
+        """Whether the tree still has this row, and it was asked for."""
+        if part.live is not None and scan.file_of(row) not in part.live:
+            return False
+        if part.kind != "patch" and path in self._state.changes:
+            return False
+        return self._is_wanted(path)
+
+    def _counted(self, scan: Scan, hits: _Hits) -> Iterator[Found]:
+        for row, lines in hits.counts.items():
+            path = scan.path(row)
+            count = lines if self._query.output == "count" else None
+            yield Found(path, 0, GrepMatch.model_construct(file=shown(path), line=0, count=count))
+
+    def _result(self, shards: Sequence[Shard]) -> Grep:
+        collector = self._collector
+        problems = tuple(shard.done.problem for shard in shards if shard.done.problem is not None)
+        reason: Literal["completed", "max_results", "deadline", "incomplete"] = "completed"
+        if self._late:
+            reason = "deadline"
+        elif problems:
+            reason = "incomplete"
+        elif collector.overflowed:
+            reason = "max_results"
+        binary = collector.binary_files()
+        return Grep(
+            matches=collector.matches(),
+            stopped_reason=reason,
+            files_scanned=sum(shard.done.files for shard in shards),
+            bytes_scanned=sum(shard.done.bytes_scanned for shard in shards),
+            duration_ms=(self._monotonic() - self._began_s) * 1e3,
+            binary_files=tuple(binary[:_MAX_NAMES]),
+            binary_count=len(binary),
+            shards=tuple(shard.described(self._searcher.host) for shard in shards),
+            problems=problems,
+        )

