@@ -15,8 +15,9 @@ import os
 from collections.abc import Sequence
 
 if __package__:
-    from fanout.engine import overlay
+    from fanout.engine import mapped, overlay
 else:
+    import mapped  # type: ignore[no-redef, import-not-found]
     import overlay  # type: ignore[no-redef, import-not-found]
 
 __all__ = ["attach"]
@@ -35,11 +36,20 @@ POINT = f"{overlay.MOUNT_ROOT}/attached"
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def attach(init: int, top: str, overlays: Sequence[overlay.Overlay], options: Sequence[str], *, private: bool) -> None:
+def attach(
+    init: int,
+    top: str,
+    overlays: Sequence[overlay.Overlay],
+    options: Sequence[str],
+    *,
+    private: bool,
+    mapping: int = -1,
+) -> None:
     """Mount overlays (and read-only binds, where there is but one layer) below `top` in the sandbox of `init`.
 
     Their targets are made if need be. The sandbox's root is expected to be read-only and is so again afterwards.
-    `private` says that this process's mount namespace is for overlays. OSError where something is refused.
+    `private` says that this process's mount namespace is for overlays, and `mapping` whose the files are then (see
+    `mapped.py`). OSError where something is refused.
     """
     mounts = os.open(f"/proc/{init}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
     if not private:
@@ -47,29 +57,43 @@ def attach(init: int, top: str, overlays: Sequence[overlay.Overlay], options: Se
         overlay.unshare_mounts()
         overlay.mount_root()
     os.makedirs(POINT, exist_ok=True)
-    trees = [_tree(wanted, options, private) for wanted in overlays]
+    trees = [_tree(wanted, options, private, mapping) for wanted in overlays]
     _setns(mounts, CLONE_NEWNS)
     _remount(b"/", 0)
     try:
         for wanted, tree in zip(overlays, trees, strict=True):
             target = os.fsencode(top) + wanted[0]
-            os.makedirs(target, mode=0o755, exist_ok=True)
+            _make_directory(target, os.stat(top))
             _move(tree, target)
             _remount(target, 0 if wanted[2] else MS_RDONLY)
     finally:
         _remount(b"/", MS_RDONLY)
 
 
-def _tree(wanted: overlay.Overlay, options: Sequence[str], private: bool) -> int:
+def _tree(wanted: overlay.Overlay, options: Sequence[str], private: bool, mapping: int) -> int:
     """Return a detached mount of an overlay, or of its only layer where nothing is written."""
     _, lowers, upper, work = wanted
-    if len(lowers) == 1 and not upper:
+    if private:
+        mapped.mount((os.fsencode(POINT), lowers, upper, work), options, mapping)
+    elif len(lowers) == 1 and not upper:
         return _open_tree(lowers[0])
-    overlay.mount((os.fsencode(POINT), lowers, upper, work), options, in_user_namespace=not private)
+    else:
+        overlay.mount((os.fsencode(POINT), lowers, upper, work), options, in_user_namespace=True)
     try:
         return _open_tree(os.fsencode(POINT))
     finally:
         overlay.detach(os.fsencode(POINT))
+
+
+def _make_directory(target: bytes, above: os.stat_result) -> None:
+    """Make a mount point, as the user whose sandbox it is: no other exists there."""
+    _libc.setfsgid(above.st_gid)
+    _libc.setfsuid(above.st_uid)
+    try:
+        os.makedirs(target, mode=0o755, exist_ok=True)
+    finally:
+        _libc.setfsuid(os.geteuid())
+        _libc.setfsgid(os.getegid())
 
 
 def _open_tree(path: bytes) -> int:

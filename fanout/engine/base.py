@@ -53,13 +53,15 @@ class Limits:
     """What one command may use. None means unlimited.
 
     `timeout_s` counts from the command's start. `cpus` is in cores, `memory_bytes` for all its processes together
-    where the engine can count that, else for each process. `grace_s` is what an engine may spend on a gentle end
-    before it kills; an engine that kills at once does not use it.
+    where the engine can count that, else for each process. `disk_bytes` is what its writable mounts may come to hold
+    beside what was there, all together, and the size of its largest file; it is looked at now and then. `grace_s` is
+    what an engine may spend on a gentle end before it kills; an engine that kills at once does not use it.
     """
 
     timeout_s: float | None = None
     cpus: float | None = None
     memory_bytes: int | None = None
+    disk_bytes: int | None = None
     grace_s: float = 2.0
 
 
@@ -230,6 +232,7 @@ def _check_limits(limits: Limits) -> None:
         ("timeout_s", limits.timeout_s),
         ("cpus", limits.cpus),
         ("memory_bytes", limits.memory_bytes),
+        ("disk_bytes", limits.disk_bytes),
     ):
         if value is not None and not 0 < value < float("inf"):
             raise Invalid.argument(name, value, "must be a number above 0, or None for no limit")

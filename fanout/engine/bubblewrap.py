@@ -160,10 +160,12 @@ class BubblewrapEngine(Engine):
                 FILTER,
                 "--",
             ]
-            child = Child([*map(str, argv), *spec.argv], stdin, stdout, stderr, args, overlays)
+            child = Child(
+                [*map(str, argv), *spec.argv], stdin, stdout, stderr, args, overlays, rlimits=host.rlimits(spec.limits)
+            )
             started = spawner.start(child, child_ends)
             if started is None:
-                raise_setup_failure(spec, _read_all(pipes.stderr))
+                raise_setup_failure(spec, spawner.named(_read_all(pipes.stderr)))
             return self._adopt(host, spawner, spec, pipes, started)
         except OSError as error:
             pipes.close()
@@ -259,10 +261,13 @@ class _Host:
         *,
         nested: bool,
     ) -> None:
-        self.bwrap = find_bwrap()
+        bwrap = find_bwrap()
         self.etc = None if root is not None and (root / "etc").is_dir() else rootfs.Etc()
+        etc = self.etc.path if self.etc else None
         self._filter = seccomp.program(nested=nested)
-        self.spawner = _spawner(overlay, self._filter)
+        self._shown = [_home(bwrap), *rootfs.private_paths(root, etc, host_paths)]
+        self.spawner = _spawner(overlay, self._filter, self._shown)
+        self.bwrap = bwrap.replace(_home(bwrap), self.spawner.seen_at(_home(bwrap)), 1)
         self.kernel_overlay = self.spawner.private_mounts
         self.cgroups = _cgroups(cgroup)
         self._turn = 0
@@ -274,23 +279,28 @@ class _Host:
             *("--uid", "0", "--gid", "0", "--cap-drop", "ALL"),
             *(word for capability in (CAPABILITIES + NESTING * nested) for word in ("--cap-add", capability)),
             *(() if nested or _proc_sys_read_only() else ("--disable-userns",)),
-            *rootfs.system_arguments(root, self.etc.path if self.etc else None, host_paths),
+            *rootfs.system_arguments(root, etc, host_paths, self.spawner.seen_at),
         ]
         _raise_open_files()
 
     def needs_mount(self, mount: Mount) -> bool:
         """Say whether we, not bwrap, mount an overlay for this one."""
-        return self.kernel_overlay and (mount.upper is not None or len(mount.lowers) > 1)
+        return self.kernel_overlay and (self.spawner.mapped or mount.upper is not None or len(mount.lowers) > 1)
+
+    def rlimits(self, wanted: Limits) -> list[tuple[int, int]]:
+        """Return the limits of each of a sandbox's processes."""
+        return limits.rlimits(wanted, cgroup=self.cgroups is not None, own_user=self.spawner.mapped)
 
     def limit(self, init: int, wanted: Limits) -> limits.Cgroup | None:
-        """Put a sandbox under its limits before its command exists; return its cgroup, if it got one."""
+        """Put a sandbox under its other limits before its command exists; return its cgroup, if it got one."""
         self._turn += 1
         group = None
         try:
             if self.cgroups is not None:
                 group = self.cgroups.make(wanted)
                 group.add(init)
-            limits.apply_rlimits(init, wanted, cgroup=group is not None, turn=self._turn)
+            else:
+                limits.spread(init, wanted, self._turn)
         except ProcessLookupError:
             pass  # it failed in the meantime; wait() says how
         except OSError as error:
@@ -304,7 +314,7 @@ class _Host:
                 raise EngineUnavailable("the engine is closed")
             if self.spawner is dead:
                 dead.close()
-                self.spawner = Spawner(private_mounts=self.kernel_overlay, filter=self._filter)
+                self.spawner = Spawner(private_mounts=self.kernel_overlay, filter=self._filter, shown=self._shown)
             return self.spawner
 
     def close(self) -> None:
@@ -332,11 +342,17 @@ def find_bwrap() -> str:
     return found
 
 
-def _spawner(overlay: Overlay, filter: bytes) -> Spawner:
+def _home(bwrap: str) -> str:
+    """Return the directory that holds bwrap and the libraries that came with it."""
+    path = Path(bwrap)
+    return str(path.parents[2] if path.parent.name == "_bin" else path.parent)
+
+
+def _spawner(overlay: Overlay, filter: bytes, shown: Sequence[str]) -> Spawner:
     if overlay == "bwrap" or (overlay == "auto" and os.geteuid() != 0):
         return Spawner(private_mounts=False, filter=filter)
     try:
-        return Spawner(private_mounts=True, filter=filter)
+        return Spawner(private_mounts=True, filter=filter, shown=shown)
     except EngineUnavailable:
         if overlay == "kernel":
             raise

@@ -12,19 +12,23 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 import resource
 from dataclasses import dataclass
 from pathlib import Path
 
 from fanout.engine.base import Limits
 
-__all__ = ["Cgroup", "Cgroups", "apply_rlimits", "delegated_parent"]
+__all__ = ["Cgroup", "Cgroups", "delegated_parent", "rlimits", "spread"]
 
 #: Open files of a command: many programs close all possible descriptors one by one, so "unlimited" is a trap.
 OPEN_FILES = 65536
 
-#: Processes and threads of one exec, where a cgroup counts them.
-PIDS_MAX = 32768
+#: Processes and threads of one exec: enough for any build, and few enough that many bombs fit on a host.
+PIDS_MAX = 4096
+
+#: Since this Linux a user's processes are counted apart in each user namespace.
+COUNTED_APART = (5, 14)
 
 PERIOD_US = 100_000
 
@@ -134,19 +138,27 @@ def _marked(path: Path, attribute: str) -> bool:
     return False
 
 
-def apply_rlimits(pid: int, limits: Limits, *, cgroup: bool, turn: int) -> None:
-    """Set rlimits (and, without a cgroup, CPU affinity and address space) of a process that is yet to fork.
+def rlimits(limits: Limits, *, cgroup: bool, own_user: bool) -> list[tuple[int, int]]:
+    """Return the rlimits of a command's processes: (which, how much). What a cgroup counts is left to it.
 
-    `turn` spreads the commands over the CPUs. OSError where the process is gone.
+    `own_user` says that nobody else runs as the user that the command runs as, on this host.
     """
-    resource.prlimit(pid, resource.RLIMIT_CORE, (0, 0))
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    files = OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, OPEN_FILES)
-    resource.prlimit(pid, resource.RLIMIT_NOFILE, (files, files))
-    if cgroup:
-        return
-    if limits.memory_bytes is not None:
-        resource.prlimit(pid, resource.RLIMIT_AS, (limits.memory_bytes, limits.memory_bytes))
+    chosen = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, OPEN_FILES)]
+    if limits.disk_bytes is not None:
+        chosen.append((resource.RLIMIT_FSIZE, limits.disk_bytes))
+    if not cgroup:
+        if own_user or _kernel() >= COUNTED_APART:
+            chosen.append((resource.RLIMIT_NPROC, PIDS_MAX))
+        if limits.memory_bytes is not None:
+            chosen.append((resource.RLIMIT_AS, limits.memory_bytes))
+    return chosen
+
+
+def spread(pid: int, limits: Limits, turn: int) -> None:
+    """Bind a process that is yet to fork to as many CPUs as it may use, where no cgroup counts; others each turn.
+
+    OSError where the process is gone.
+    """
     if limits.cpus is not None:
         os.sched_setaffinity(pid, chosen_cpus(sorted(os.sched_getaffinity(0)), limits.cpus, turn))
 
@@ -155,6 +167,10 @@ def chosen_cpus(available: list[int], cpus: float, turn: int) -> list[int]:
     """Return `cpus` (rounded up) of the available CPUs, starting at another one each turn."""
     count = min(len(available), math.ceil(cpus))
     return sorted(available[(turn * count + i) % len(available)] for i in range(count))
+
+
+def _kernel() -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
 
 
 def _set(path: Path, value: str) -> None:

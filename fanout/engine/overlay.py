@@ -55,8 +55,8 @@ def unshare_mounts() -> None:
 
 
 def mount_root() -> None:
-    """Make the place for mount points: empty, in memory, for this user only."""
-    _mount(b"fanout", MOUNT_ROOT.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, b"mode=0700")
+    """Make the place for mount points: empty, in memory, and to be listed by this user only."""
+    _mount(b"fanout", MOUNT_ROOT.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, b"mode=0711")
 
 
 def mount(overlay: Overlay, options: Sequence[str], *, in_user_namespace: bool = False) -> None:

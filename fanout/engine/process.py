@@ -295,7 +295,7 @@ class SandboxProcess(Process):
             return
         missing = _exec_failure(self._spec, held)
         if missing is None:
-            raise_setup_failure(self._spec, held)
+            raise_setup_failure(self._spec, self._spawner.named(held))
         self._exit_code, message = missing
         sink("stderr", message)
 

@@ -11,12 +11,12 @@ import shutil
 import stat
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from fanout.errors import EngineUnavailable, Invalid
 
-__all__ = ["HOME", "Etc", "check_host_paths", "check_targets", "system_arguments"]
+__all__ = ["HOME", "Etc", "check_host_paths", "check_targets", "private_paths", "system_arguments"]
 
 #: The home directory of the sandbox's user (uid 0): an empty, writable tmpfs.
 HOME = "/root"
@@ -81,25 +81,37 @@ class Etc:
         top.chmod(0o755)
 
 
-def system_arguments(root: Path | None, etc: str | None, host_paths: Sequence[tuple[str, str]]) -> list[str]:
+def private_paths(root: Path | None, etc: str | None, host_paths: Sequence[tuple[str, str]]) -> list[str]:
+    """Return the host's paths to be shown that may lie where not everybody can go."""
+    return [*([str(root)] if root else []), *([etc] if etc else []), *dict.fromkeys(source for source, _ in host_paths)]
+
+
+def system_arguments(
+    root: Path | None,
+    etc: str | None,
+    host_paths: Sequence[tuple[str, str]],
+    seen_at: Callable[[str], str] = lambda path: path,
+) -> list[str]:
     """Return bwrap's options for everything but the mounts of a command and the final --remount-ro of /.
 
-    `root` replaces the host's system by another root directory, whose own /etc is shown if `etc` is None.
+    `root` replaces the host's system by another root directory, whose own /etc is shown if `etc` is None. `seen_at`
+    tells where bwrap finds one of the `private_paths`.
     """
     top, names = (Path("/"), SYSTEM) if root is None else (root, tuple(sorted(os.listdir(root))))
+    above = "" if root is None else seen_at(str(root))
     arguments: list[str] = []
     for name in names:
         if name not in OWN and not (name == "etc" and etc is not None):
-            arguments += _shown(top / name, f"/{name}")
+            arguments += _shown(top / name, f"{above}/{name}", f"/{name}")
     if etc is not None:
-        arguments += ["--ro-bind", etc, "/etc"]
+        arguments += ["--ro-bind", seen_at(etc), "/etc"]
     arguments += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"]
     for name in ("run", "mnt"):
         arguments += ["--perms", "0755", "--dir", f"/{name}"]
     if root is None:
         arguments += ["--symlink", "../tmp", "/var/tmp", "--symlink", "../run", "/var/run"]
     for source, target in host_paths:
-        arguments += ["--ro-bind", source, target]
+        arguments += ["--ro-bind", seen_at(source), target]
     return arguments
 
 
@@ -121,11 +133,11 @@ def check_host_paths(host_paths: Sequence[tuple[str, str]]) -> None:
             raise Invalid.argument("host_paths", target, "must be shown at an absolute, normal path other than /")
 
 
-def _shown(path: Path, target: str) -> list[str]:
+def _shown(path: Path, source: str, target: str) -> list[str]:
     if path.is_symlink():
         return ["--symlink", os.readlink(path), target]
     if path.is_dir() or path.is_file():
-        return ["--ro-bind", str(path), target]
+        return ["--ro-bind", source, target]
     return []
 
 

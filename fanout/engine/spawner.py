@@ -2,7 +2,7 @@
 
 Owns the children and when they are mounted for, killed and collected. Knows nothing of bwrap's options, limits or
 pipes' contents. `spawning.py` is its other side. This file is run by its path, isolated and without site packages: it
-imports the standard library, and `attach.py`, `overlay.py` and `orphans.py` from beside it, only.
+imports the standard library, and what else is run with it from beside it, only.
 
 Why a process of its own: (1) bwrap binds its life to its parent's only some time after it was started; a parent that
 outlives fanout, and knows every child, kills what was still being built. (2) A sandbox's init is an orphan at its
@@ -32,13 +32,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 if __package__:
-    from fanout.engine import attach, orphans, overlay
+    from fanout.engine import attach, identities, mapped, orphans, overlay
 else:  # run by its path: of this directory it takes these modules
     sys.path.append(os.path.dirname(os.path.abspath(__file__)))
     import attach  # type: ignore[no-redef, import-not-found]
+    import identities  # type: ignore[no-redef, import-not-found]
+    import mapped  # type: ignore[no-redef, import-not-found]
     import orphans  # type: ignore[no-redef, import-not-found]
     import overlay  # type: ignore[no-redef, import-not-found]
 
@@ -80,8 +83,8 @@ class Sandbox:
     """One request and what became of it; descriptors are -1 where closed."""
 
     __slots__ = (
-        *("argv", "ended", "hold", "init", "init_fd", "monitor", "mounted", "numbers", "overlays", "reply", "status"),
-        *("said", "streams", "tried_until_s", "usage", "why"),
+        *("argv", "ended", "hold", "identity", "init", "init_fd", "monitor", "mounted", "numbers", "overlays"),
+        *("reply", "rlimits", "said", "status", "streams", "tried_until_s", "usage", "why"),
     )
 
     def __init__(
@@ -91,11 +94,15 @@ class Sandbox:
         argv: tuple[bytes, ...],
         overlays: Sequence[overlay.Overlay],
         numbers: tuple[int, ...],
+        rlimits: tuple[tuple[int, int], ...],
+        identity: identities.Identity | None,
     ) -> None:
         self.reply = reply
+        self.identity = identity  # whom it runs as, if not as this process's user
         self.streams = streams  # stdin, stdout, stderr, arguments, then others; closed once the monitor has them
         self.numbers = numbers  # of the arguments, the status, what holds it, the filter, and the others, in the child
         self.argv = argv
+        self.rlimits = rlimits
         self.overlays = overlays
         self.mounted = 0  # so many of the overlays, and not yet detached
         self.tried_until_s = time.monotonic() + BUSY_S
@@ -117,9 +124,17 @@ class Ended(Exception):
 class Spawner:
     """Serves one link until it ends; then kills whatever it started."""
 
-    def __init__(self, link: socket.socket, parent: int, filter: int, options: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        link: socket.socket,
+        parent: int,
+        filter: int,
+        options: tuple[str, ...],
+        users: identities.Identities | None,
+    ) -> None:
         self.link = link
         self.options = options
+        self.users = users  # with a mount namespace of its own only
         self.filter = f"/proc/self/fd/{filter}"
         self.mark = orphans.mark()
         self.monitors: dict[int, Sandbox] = {}
@@ -195,9 +210,9 @@ class Spawner:
             with open(fds.pop(), "rb", buffering=0) as file:
                 file.seek(0)
                 body = file.readall()
-        argv, overlays, numbers = marshal.loads(body)
+        argv, overlays, numbers, rlimits = marshal.loads(body)
         reply = socket.socket(fileno=fds.pop(0))
-        sandbox = Sandbox(reply, list(fds), argv, overlays, numbers)
+        sandbox = Sandbox(reply, list(fds), argv, overlays, numbers, rlimits, self.users.take() if self.users else None)
         self.watch(reply.fileno(), select.EPOLLIN | select.EPOLLRDHUP, lambda: self.hear(sandbox))
         self.start(sandbox)
 
@@ -206,9 +221,16 @@ class Spawner:
         try:
             for wanted in sandbox.overlays[sandbox.mounted :]:
                 os.makedirs(wanted[0], exist_ok=True)
-                overlay.mount(wanted, self.options)
+                mapped.mount(wanted, self.options, sandbox.identity.mapping if sandbox.identity else -1)
                 sandbox.mounted += 1
-            self.spawn(sandbox)
+            with _acting_as(sandbox.identity):
+                self.spawn(sandbox)
+        except mapped.NotMapped as error:
+            assert self.users is not None
+            self.users.refuse(f"owners of files cannot be mapped: {error}")
+            sandbox.identity = None
+            self.detach(sandbox)
+            self.start(sandbox)
         except OSError as error:
             if error.errno == errno.EBUSY and time.monotonic() < sandbox.tried_until_s:
                 self.busy.append(sandbox)
@@ -265,6 +287,9 @@ class Spawner:
             return
         try:
             sandbox.init_fd = os.pidfd_open(int(found[1]))
+            with _acting_as(sandbox.identity):  # whose it is may limit it; root itself may not everywhere
+                for which, most in sandbox.rlimits:
+                    _limit(int(found[1]), which, most)
         except OSError as error:  # what is left of it ends with its monitor, or is swept
             if error.errno != errno.ESRCH:
                 sandbox.why = f"cannot start a sandbox: {error}"
@@ -297,7 +322,8 @@ class Spawner:
         if not child:
             failure: tuple[int, str] = (0, "")
             try:
-                attach.attach(sandbox.init, top, overlays, self.options, private=bool(self.options))
+                mapping = sandbox.identity.mapping if sandbox.identity else -1
+                attach.attach(sandbox.init, top, overlays, self.options, private=bool(self.options), mapping=mapping)
             except OSError as error:
                 failure = (error.errno or 0, str(error))
             except BaseException as error:
@@ -352,6 +378,9 @@ class Spawner:
             self.close(fd)
         sandbox.status = sandbox.hold = sandbox.init_fd = -1
         sandbox.streams = []
+        if self.users is not None and sandbox.identity is not None:
+            self.users.give_back(sandbox.identity)
+            sandbox.identity = None
 
     def reap(self) -> None:
         """Collect every child that is dead."""
@@ -457,6 +486,28 @@ def _moves(wanted: Sequence[tuple[int, int]]) -> list[tuple[Any, ...]]:
     return moves
 
 
+def _limit(pid: int, which: int, most: int) -> None:
+    """Set one limit of a process, as far as it may have that much."""
+    _, hard = resource.prlimit(pid, which)
+    most = most if hard == resource.RLIM_INFINITY else min(hard, most)
+    resource.prlimit(pid, which, (most, most))
+
+
+@contextmanager
+def _acting_as(identity: identities.Identity | None) -> Iterator[None]:
+    """Be somebody else for a moment; what is started then keeps no right of ours."""
+    if identity is None:
+        yield
+        return
+    os.setresgid(identity.number, identity.number, 0)
+    os.setresuid(identity.number, identity.number, 0)
+    try:
+        yield
+    finally:
+        os.setresuid(0, 0, 0)
+        os.setresgid(0, 0, 0)
+
+
 def _kill_init(sandbox: Sandbox) -> bool:
     """Kill a sandbox's init; False if it is dead and was collected by its monitor."""
     try:
@@ -499,21 +550,28 @@ def _prepare() -> None:
     _libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def main(link_fd: int, parent: int, filter: int, private_mounts: bool) -> None:
+def main(link_fd: int, parent: int, filter: int, private_mounts: bool, shown: Sequence[str]) -> None:
     """Run as the spawner of the process behind `parent` (a pidfd), which holds the other end of the link.
 
-    `filter` is a file with the system calls that are denied, as the kernel takes them.
+    `filter` is a file with the system calls that are denied, as the kernel takes them; `shown` are paths to show to
+    sandboxes' users, with private mounts.
     """
     link_fd, parent, filter = _reserve([link_fd, parent, filter])
     link = socket.socket(fileno=link_fd)
     try:
         _prepare()
-        options = overlay.enter_private_namespace() if private_mounts else ()
-        spawner = Spawner(link, parent, filter, options)
+        options: tuple[str, ...] = ()
+        users = None
+        if private_mounts:
+            options = overlay.enter_private_namespace()
+            mapped.show(shown)
+            os.setgroups(())
+            users = identities.Identities()
+        spawner = Spawner(link, parent, filter, options, users)
     except OSError as error:
         _send(link, ("failed", str(error)))
         return
-    _send(link, ("ready", options))
+    _send(link, ("ready", options, "not root" if users is None else users.why))
     orphans.sweep()
     spawner.serve()
 
@@ -521,4 +579,4 @@ def main(link_fd: int, parent: int, filter: int, private_mounts: bool) -> None:
 SIGNALS = [number for number in signal.valid_signals() if number not in (signal.SIGKILL, signal.SIGSTOP)]
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "private")
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4] == "private", sys.argv[5:])

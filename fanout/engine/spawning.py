@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fanout.engine import orphans, overlay, spawner
+from fanout.engine import mapped, orphans, overlay, spawner
 from fanout.engine.base import Mount
 from fanout.errors import EngineUnavailable
 
@@ -51,7 +51,8 @@ class SpawnerGone(EngineUnavailable):
 class Child:
     """What to start: a program with its three streams and bwrap's arguments (fds of ours), and overlays to mount.
 
-    `others` are descriptors (fd, number in the child) it gets beside those, `numbers` where it finds bwrap's arguments,
+    `rlimits` (which, how much) hold for the sandbox, as far as this process has that much itself. `others` are
+    descriptors (fd, number in the child) it gets beside those, `numbers` where it finds bwrap's arguments,
     its status, what holds it, and the filter.
     """
 
@@ -61,6 +62,7 @@ class Child:
     stderr: int
     args: int
     overlays: Sequence[tuple[str, Mount]] = ()
+    rlimits: Sequence[tuple[int, int]] = ()
     others: Sequence[tuple[int, int]] = ()
     numbers: tuple[int, int, int, int] = (spawner.ARGS, spawner.STATUS, spawner.BLOCK, spawner.FILTER)
 
@@ -89,24 +91,41 @@ class Ending:
 class Spawner:
     """One spawner process, from now until `close`, its own death or the end of this object; with it dies what it made.
 
-    With `private_mounts` (needs CAP_SYS_ADMIN) it has its own mount namespace and mounts overlays in it. Each sandbox
-    gets `filter` (see `seccomp.py`) as its descriptor `spawner.FILTER`. Raises `EngineUnavailable` where one of these
-    or the start fails.
+    With `private_mounts` (needs CAP_SYS_ADMIN) it has its own mount namespace and mounts overlays in it. Where `mapped`
+    is true then, sandboxes run as users of their own, who see the host's paths `shown` at `seen_at`. Each sandbox gets
+    `filter` (see `seccomp.py`) as its descriptor `spawner.FILTER`. Raises `EngineUnavailable` where one of these or the
+    start fails.
     """
 
-    def __init__(self, *, private_mounts: bool, filter: bytes) -> None:
+    def __init__(self, *, private_mounts: bool, filter: bytes, shown: Sequence[str] = ()) -> None:
         self.private_mounts = private_mounts
+        self._shown = tuple(shown)
         self._numbers = itertools.count()
         self._free: deque[str] = deque()
-        self._link, self.pid, self.pidfd = _start_process(private_mounts, filter)
+        self._link, self.pid, self.pidfd = _start_process(private_mounts, filter, self._shown)
         weakref.finalize(self, os.close, self.pidfd)  # not at `close`: who waits for a sandbox watches it
         self._end = weakref.finalize(self, _end_process, os.getpid(), self._link, self.pid, self.pidfd)
         try:
-            self.options = self._handshake()
+            self.options, self.not_mapped = self._handshake()
             self._link.settimeout(SETUP_S)  # for what is sent to a spawner that was stopped
         except BaseException:
             self._end()
             raise
+
+    @property
+    def mapped(self) -> bool:
+        """Whether sandboxes run as users of their own; `not_mapped` says why not."""
+        return not self.not_mapped
+
+    def seen_at(self, path: str) -> str:
+        """Return where the sandboxes' user sees one of the host's paths to be shown."""
+        return f"{mapped.SHOWN}/{self._shown.index(path)}" if self.private_mounts else path
+
+    def named(self, said: bytes) -> bytes:
+        """Return what bwrap said with the host's own paths in it."""
+        for path in self._shown:
+            said = said.replace(self.seen_at(path).encode(), os.fsencode(path))
+        return said
 
     def mount_point(self) -> str:
         """Return the path, in the private namespace, of a mount point to be: nobody else's until `start` returns."""
@@ -181,16 +200,17 @@ class Spawner:
         self._end.detach()
         self._link.close()
 
-    def _handshake(self) -> tuple[str, ...]:
-        word, said = self._receive(self._link)[0] or ("failed", "the spawner of sandboxes ended without a word")
+    def _handshake(self) -> tuple[tuple[str, ...], str]:
+        word, *said = self._receive(self._link)[0] or ("failed", "the spawner of sandboxes ended without a word")
         if word != "ready":
-            raise EngineUnavailable(said)
-        return tuple(said)
+            raise EngineUnavailable(said[0])
+        options, not_mapped = said
+        return tuple(options), str(not_mapped)
 
     def _send(self, child: Child, reply: int) -> None:
         overlays = [_overlay(point, mount) for point, mount in child.overlays]
         numbers = (*child.numbers, *(number for _, number in child.others))
-        body = marshal.dumps((tuple(map(os.fsencode, child.argv)), overlays, numbers))
+        body = marshal.dumps((tuple(map(os.fsencode, child.argv)), overlays, numbers, tuple(child.rlimits)))
         fds = [reply, child.stdin, child.stdout, child.stderr, child.args, *(fd for fd, _ in child.others)]
         large = -1
         if len(body) > spawner.INLINE_BYTES:
@@ -279,7 +299,7 @@ def _socket_pair() -> tuple[socket.socket, socket.socket]:
         raise EngineUnavailable(f"cannot start a sandbox: {error}") from error
 
 
-def _start_process(private_mounts: bool, filter: bytes) -> tuple[socket.socket, int, int]:
+def _start_process(private_mounts: bool, filter: bytes, shown: Sequence[str]) -> tuple[socket.socket, int, int]:
     """Start the spawner; return the link to it, its pid and a pidfd of it."""
     python = None if getattr(sys, "frozen", False) else sys.executable
     python = python or shutil.which("python3")
@@ -289,7 +309,7 @@ def _start_process(private_mounts: bool, filter: bytes) -> tuple[socket.socket, 
     passed = [theirs.fileno()]
     try:
         passed += (os.pidfd_open(os.getpid()), memory_file(filter))
-        words = [*map(str, passed), "private" if private_mounts else "shared"]
+        words = [*map(str, passed), *(("private", *shown) if private_mounts else ("shared",))]
         process = subprocess.Popen(
             [python, "-I", "-S", spawner.__file__, *words],
             stdin=subprocess.DEVNULL,

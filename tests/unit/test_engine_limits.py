@@ -33,9 +33,9 @@ def parent(tmp_path: Path) -> Path:
 
 
 def test_settings_of_a_cgroup() -> None:
-    assert limits.settings(Limits()) == {"pids.max": "32768"}
+    assert limits.settings(Limits()) == {"pids.max": "4096"}
     assert limits.settings(Limits(memory_bytes=64 << 20, cpus=1.5)) == {
-        "pids.max": "32768",
+        "pids.max": "4096",
         "memory.max": "67108864",
         "memory.swap.max": "0",
         "memory.oom.group": "1",
