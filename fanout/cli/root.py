@@ -15,6 +15,7 @@ from fanout.cli.app import App, Globals
 from fanout.cli.demo import demo
 from fanout.cli.disk import disk
 from fanout.cli.doctor import doctor
+from fanout.cli.keys import keys
 from fanout.cli.serve import serve
 
 __all__ = ["cli", "main"]
@@ -45,6 +46,7 @@ for _command in (
     *history.COMMANDS,
     *maintain.COMMANDS,
     serve,
+    keys,
     doctor,
 ):
     cli.add_command(_command)
