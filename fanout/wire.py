@@ -32,7 +32,7 @@ from fanout.errors import (
     Unavailable,
 )
 from fanout.format.tree import Node
-from fanout.model import Event, Finished, Mount, Output, Run, Started, Value
+from fanout.model import CommitPolicy, Event, Finished, Mount, Output, Run, Started, Value
 
 __all__ = [
     "BEAT",
@@ -49,6 +49,7 @@ __all__ = [
     "Checkpointing",
     "Collecting",
     "Creating",
+    "Executing",
     "Frames",
     "Handle",
     "Header",
@@ -77,6 +78,7 @@ __all__ = [
     "query",
     "run_fields",
     "run_of",
+    "takes_long_bodies",
     "value_of",
 ]
 
@@ -145,7 +147,7 @@ class Merging(Value):
 
     branch: str
     from_line: bool = False
-    on_conflict: str = "fail"
+    on_conflict: Literal["fail", "ours", "theirs"] = "fail"
 
 
 class Moving(Value):
@@ -153,6 +155,22 @@ class Moving(Value):
 
     source: str
     target: str
+
+
+class Executing(Value):
+    """Body of an exec; what is left out is as in `Fanout.exec`. `stdin` is text, or bytes in `stdinBase64`."""
+
+    command: str
+    disks: Mapping[str, Mount] = {}
+    cwd: str | None = None
+    env: Mapping[str, str] | None = None
+    stdin: str | None = None
+    stdin_base64: str | None = None
+    timeout_s: float = 300.0
+    network: bool = False
+    commit: CommitPolicy = "always"
+    cpus: float | None = None
+    memory_mib: float | None = None
 
 
 class Collecting(Value):
@@ -305,20 +323,12 @@ def exec_fields(command: str, mounts: Mapping[str, Mount], options: Mapping[str,
     return fields
 
 
-def exec_call(fields: object) -> tuple[str, dict[str, Mount], dict[str, Any]]:
+def exec_call(fields: object) -> tuple[str, Mapping[str, Mount], dict[str, Any]]:
     """Return the command, mounts and other options of an exec's body; `Invalid` for what makes none."""
-    if not isinstance(fields, Mapping):
-        raise Invalid("body: a JSON object")
-    unknown = fields.keys() - _OPTIONS.keys() - {"command", "disks", "stdin", "stdinBase64"}
-    if unknown:
-        raise Invalid(f"{min(unknown)}: there is no such field; there are command, disks, stdin, {', '.join(_OPTIONS)}")
-    disks = fields.get("disks") or {}
-    if not isinstance(disks, Mapping):
-        raise Invalid.argument("disks", disks, "an object: names and what is mounted under them")
-    mounts = {name: value_of(Mount, mount) for name, mount in disks.items()}
-    options = {option: fields[name] for name, option in _OPTIONS.items() if name in fields}
-    options["stdin"] = _load_bytes(fields, "stdin")
-    return fields.get("command", ""), mounts, options
+    given = value_of(Executing, fields)
+    options: dict[str, Any] = {option: getattr(given, option) for option in _OPTIONS.values()}
+    options["stdin"] = _load_bytes({"stdin": given.stdin, "stdinBase64": given.stdin_base64}, "stdin")
+    return given.command, given.disks, options
 
 
 def run_fields(run: Run) -> dict[str, Any]:
@@ -371,6 +381,11 @@ def event_of(fields: Mapping[str, Any]) -> Event:
     if kind == "finished":
         return Finished(run=run_of(fields["run"]))
     raise error_of(fields, 500)
+
+
+def takes_long_bodies(path: str) -> bool:
+    """Whether a call to this path brings a file or tree: its body may be as long as an object."""
+    return path.startswith(PREFIX + "/disks/") and path.rpartition("/")[2] in ("object", "commit")
 
 
 # -- query strings ---------------------------------------------------------------------------------------------------

@@ -71,6 +71,10 @@ class Receiver:
         create_record(self._store, key, pack, f"there is another pack {identity.hex()}", self._runtime)
         self._remember(identity, frames)
 
+    def pack_piece(self, identity: bytes, offset: int, length: int) -> bytes:
+        """Return bytes of a pack, fewer where it ends; `NotFound`. Who takes them apart verifies them."""
+        return self._store.get(layout.pack_key(self._disk_id, identity), offset, length)
+
     def check(self, nodes: Iterable[tuple[bytes, Node]], *blobs: Mapping[bytes, bytes]) -> None:
         """Raise `Invalid` unless these are nodes that a tree of this disk can hold.
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 from fanout.disk.fsck import Checked
 from fanout.disk.paths import shown
+from fanout.disk.proposal import Landed
 from fanout.disk.state import State
 from fanout.format import entry as records
 from fanout.format import lock as locking
@@ -24,6 +25,7 @@ __all__ = [
     "commit_of",
     "directory_entry",
     "fsck_report",
+    "landed_commit",
     "list_tree",
     "lock_of",
     "object_info",
@@ -162,6 +164,19 @@ def commit_of(seq: int, commit: records.Commit) -> Commit:
         exec_id=commit.exec_id or None,
         base_seq=commit.base_seq,
         changes=changes_of(commit.effects),
+    )
+
+
+def landed_commit(landed: Landed, author: str, message: str, seq: int) -> Commit:
+    """Describe what became of a call's changes; `seq` is the branch's newest, for a call that changed nothing."""
+    return Commit(
+        seq=seq if landed.seq is None else landed.seq,
+        time=when(landed.time_ns),
+        author=author,
+        message=message,
+        exec_id=None,
+        base_seq=seq if landed.seq is None else landed.seq - 1,
+        changes=changes_of(landed.effects),
     )
 
 

@@ -15,13 +15,16 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from fanout import wire
 from fanout.errors import TABLE, FanoutError
 from fanout.server.state import Draining, Saturated
 
-__all__ = ["BUSY_RETRY_S", "Refused", "answer_of", "broken", "failure", "install", "success"]
+__all__ = ["BUSY_RETRY_S", "EXPECTED", "Refused", "answer_of", "broken", "failure", "install", "success"]
 
 #: Retry-After of errors that pass by themselves, in seconds.
 BUSY_RETRY_S = 1
+#: What a route may raise; all else is a mistake of ours.
+EXPECTED = (FanoutError, HTTPException, RequestValidationError, Saturated, Draining)
 _CODES = {401: "unauthorized", 404: "not_found", 405: "method_not_allowed", 413: "limit"}
 
 
@@ -57,7 +60,7 @@ def answer_of(error: Exception) -> Response:
     if isinstance(error, FanoutError):
         meaning = TABLE[error.code]
         headers = {"Retry-After": str(BUSY_RETRY_S)} if meaning.retry else {}
-        return failure(meaning.http, error.code, str(error), headers)
+        return _json(wire.error_fields(error), meaning.http, headers)
     if isinstance(error, RequestValidationError):
         return failure(400, "invalid", _what_is_invalid(error))
     if isinstance(error, HTTPException):

@@ -11,11 +11,14 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from fanout import wire
 from fanout.server import answers
-from fanout.server.answers import Refused, answer_of, failure
+from fanout.server.answers import Refused, answer_of
 from fanout.server.archil import routes as archil
 from fanout.server.caller import Caller, principal_of
+from fanout.server.native import native_router
 from fanout.server.observed import Observed
+from fanout.server.s3.gateway import S3Gateway
 from fanout.server.state import State
 
 __all__ = ["create_app"]
@@ -59,7 +62,9 @@ class Application:
         """Let nobody have a body read who may not ask."""
         try:
             scope["fanout.caller"] = Caller(self.state, await principal_of(self.state, scope))
-            limited = _limited(scope, receive, self.state.limits.json_bytes)
+            limits = self.state.limits
+            most = limits.object_bytes if wire.takes_long_bodies(scope["path"]) else limits.json_bytes
+            limited = _limited(scope, receive, most)
         except Exception as error:
             await answer_of(error)(scope, receive, send)
             return
@@ -73,6 +78,7 @@ def create_app(state: State) -> Application:
     rest.state.fanout = state
     rest.include_router(archil.public)
     rest.include_router(archil.router)
+    rest.include_router(native_router(state))
 
     @rest.get("/healthz", include_in_schema=False)
     async def healthz() -> dict[str, str]:
@@ -88,11 +94,7 @@ def create_app(state: State) -> Application:
     async def metrics() -> Response:
         return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    return Application(state, rest, _no_s3)
-
-
-async def _no_s3(scope: Scope, receive: Receive, send: Send) -> None:
-    await failure(501, "not_implemented", "this server has no S3 gateway")(scope, receive, send)
+    return Application(state, rest, S3Gateway(state))
 
 
 def _limited(scope: Scope, receive: Receive, most: int) -> Receive:

@@ -5,6 +5,7 @@ Owns heartbeats and noticing that the caller went away. Knows nothing of what is
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
 
@@ -13,17 +14,18 @@ from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from fanout import wire
-from fanout.server.answers import answer_of
+from fanout.server.answers import EXPECTED, answer_of
 
 __all__ = ["Patient", "Streaming"]
 
+_log = logging.getLogger("fanout.server")
 _Beat = Callable[[], Awaitable[None]]
 
 
 class Patient(Response):
     """Answers with what `work` returns, which is cancelled when the caller goes away, unless it is to `finish`.
 
-    After a heartbeat's time the answer begins, with white space and status 200 whatever comes of it: the envelope tells.
+    After a heartbeat's time it begins, with white space and status 200 whatever comes of it: the envelope tells.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Patient(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
         answer: Response | None = None
+        mistake: Exception | None = None
 
         async def beat() -> None:
             nonlocal begun
@@ -48,9 +51,13 @@ class Patient(Response):
             group.start_soon(_attend, receive, beat, None if self._finish else group.cancel_scope)
             try:
                 answer = await self._work()
-            except Exception as error:
+            except EXPECTED as error:
                 answer = answer_of(error)
+            except Exception as error:
+                mistake, answer = error, answer_of(error)
             group.cancel_scope.cancel()
+        if mistake is not None and not begun:
+            raise mistake
         if answer is None:
             return  # nobody is there to be told
         if begun:
@@ -86,7 +93,7 @@ class Streaming(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
-        refusal: Response | None = None
+        failure: Exception | None = None
         lock = anyio.Lock()
 
         async def say(data: bytes) -> None:
@@ -110,18 +117,23 @@ class Streaming(Response):
                     await say(part)
                 await say(self._last)
             except Exception as error:
-                if not begun:
-                    refusal = answer_of(error)
-                elif self._failed is not None:
-                    await say(self._failed(error))
-                else:
-                    raise
-            with anyio.CancelScope(shield=True):
-                if refusal is None:
-                    await send(_part(b"", more=False))
+                failure = error
+            else:
+                await send(_part(b"", more=False))
             group.cancel_scope.cancel()
-        if refusal is not None:
-            await refusal(scope, receive, send)
+        if failure is not None:
+            await self._fail(failure, begun, scope, receive, send)
+
+    async def _fail(self, error: Exception, begun: bool, scope: Scope, receive: Receive, send: Send) -> None:
+        if not begun:
+            if not isinstance(error, EXPECTED):
+                raise error
+            await answer_of(error)(scope, receive, send)
+        elif self._failed is not None:
+            await send(_part(self._failed(error), more=False))
+        # Else the answer stays unfinished, and the server closes the connection.
+        if begun and not isinstance(error, EXPECTED):
+            _log.error("an answer broke", exc_info=error)
 
 
 async def _attend(receive: Receive, beat: _Beat, scope: anyio.CancelScope | None) -> None:

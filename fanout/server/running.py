@@ -22,12 +22,16 @@ __all__ = ["run_exec", "unless_gone"]
 T = TypeVar("T")
 
 
-async def run_exec(request: Request, caller: Caller, command: str, **options: Any) -> Run:
-    """Like `Fanout.exec` in the caller's name. If he hangs up, everything of the exec is gone and nothing committed."""
+async def run_exec(request: Request, caller: Caller, command: str, *, watched: bool = True, **options: Any) -> Run:
+    """Like `Fanout.exec` in the caller's name. If he hangs up, everything of the exec is gone and nothing committed.
+
+    `watched` False: whoever calls this cancels it then.
+    """
     metrics = caller.state.metrics
     with caller.state.exec():
         try:
-            run = await unless_gone(request, partial(caller.fanout.exec, command, **options))
+            call = partial(caller.fanout.exec, command, **options)
+            run = await (unless_gone(request, call) if watched else call())
         except BaseException as error:
             metrics.failed(cancelled=not isinstance(error, Exception) or isinstance(error, Refused))
             raise

@@ -20,6 +20,8 @@ from fanout.server.state import State
 
 __all__ = ["Listening", "serve"]
 
+#: Connections that may wait to be accepted.
+_BACKLOG = 2048
 #: What answers under way get to be sent once all execs are over, in seconds.
 _LAST_ANSWERS_S = 5
 
@@ -97,6 +99,7 @@ def _bind(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
+        listening.listen(_BACKLOG)  # now: whoever is told that the server is ready finds it so
     except OSError as error:
         listening.close()
         raise Invalid(f"cannot listen on {host}:{port}: {error.strerror or error}") from error

@@ -1,0 +1,79 @@
+"""The native API's execs: one call that answers with a run, one that streams its events.
+
+Owns who may mount what, and both answers. How an exec is run, counted and cancelled belongs to running.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import Request, Response
+
+from fanout import wire
+from fanout.format.layout import is_disk_id
+from fanout.model import Finished, Mount
+from fanout.server.answers import answer_of, success
+from fanout.server.caller import Caller, CallerOf
+from fanout.server.keys import Right
+from fanout.server.native_calls import Native
+from fanout.server.patient import Patient, Streaming
+from fanout.server.running import run_exec
+
+__all__ = ["add_routes"]
+
+
+def add_routes(native: Native) -> None:
+    async def exec_(request: Request, caller: CallerOf) -> Response:
+        """Run a command in a fresh sandbox and answer with what became of it. Hanging up kills it."""
+        key = native.key_of(request)
+        command, mounts, options = wire.exec_call(wire.json_of(await request.body()))
+
+        async def work() -> Response:
+            disks = await _allowed(caller, mounts)
+            run = await run_exec(request, caller, command, watched=False, disks=disks, idempotency_key=key, **options)
+            return success(wire.run_fields(run))
+
+        return Patient(work, native.headers)
+
+    async def stream(request: Request, caller: CallerOf) -> Response:
+        """Run a command in a fresh sandbox: a line of JSON for each event, empty ones between. Hanging up kills it."""
+        native.key_of(request)
+        command, mounts, options = wire.exec_call(wire.json_of(await request.body()))
+
+        async def events() -> AsyncGenerator[bytes, None]:
+            disks = await _allowed(caller, mounts)
+            metrics = caller.state.metrics
+            with caller.state.exec():
+                try:
+                    async with aclosing(caller.fanout.stream(command, disks=disks, **options)) as found:
+                        async for event in found:
+                            if isinstance(event, Finished):
+                                metrics.finished(event.run)
+                            yield wire.json_bytes(wire.event_fields(event)) + b"\n"
+                except BaseException as error:
+                    metrics.failed(cancelled=not isinstance(error, Exception))
+                    raise
+
+        def failed(error: Exception) -> bytes:
+            return bytes(answer_of(error).body) + b"\n"
+
+        return Streaming(events(), wire.NDJSON, native.headers, failed=failed)
+
+    native.add("POST", "/exec", exec_, exec_, "Run a command", (), wire.Executing)
+    native.add("POST", "/stream", stream, stream, "Run a command and follow it", (), wire.Executing)
+
+
+async def _allowed(caller: Caller, mounts: Mapping[str, Mount]) -> dict[str, Any]:
+    """Return mounts of disks that the caller may use so."""
+    allowed: dict[str, Any] = {}
+    for name, mount in mounts.items():
+        right: Right = "read" if mount.mode == "read_only" else "write"
+        if is_disk_id(mount.disk):
+            caller.principal.require(mount.disk, right)
+            allowed[name] = mount
+        else:
+            found = await caller.disk(mount.disk, right)
+            allowed[name] = mount.model_copy(update={"disk": found.id})
+    return allowed
