@@ -60,7 +60,16 @@ class Jail:
         to_args, to_status, to_block, to_filter = map(str, numbers)
         words = [bwrap, "--args", to_args, "--json-status-fd", to_status, "--block-fd", to_block]
         words += ["--seccomp", to_filter, "--", *argv]
-        child = Child(words, null, output, output, args, others=[(fd, fd) for fd in others], numbers=numbers)
+        child = Child(
+            words,
+            null,
+            output,
+            output,
+            args,
+            others=[(fd, fd) for fd in others],
+            numbers=numbers,
+            rlimits=[(resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, open_files)],
+        )
         try:
             started = spawner.start(child, [])
         finally:
@@ -77,9 +86,8 @@ class Jail:
         self.returncode: int | None = None
         self._status = started.status  # unread, but open: bwrap writes to it at the end
         try:
-            _allow_files(started.init, open_files)
             os.write(started.block, b"1")
-        except (BrokenPipeError, ProcessLookupError):
+        except BrokenPipeError:
             pass  # it ended; `poll` says so
         finally:
             os.close(started.block)
@@ -150,14 +158,6 @@ def _readable(fd: int, seconds: float) -> bool:
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(seconds * 1000))
-
-
-def _allow_files(pid: int, files: int) -> None:
-    """Allow a process this many open files, or as many as can be."""
-    try:
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, (files, files))
-    except (PermissionError, ValueError):
-        pass  # it takes CAP_SYS_RESOURCE to raise a hard limit; then it keeps what it inherited
 
 
 def _free_numbers(taken: Sequence[int]) -> tuple[int, int, int, int]:

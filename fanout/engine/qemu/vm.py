@@ -1,0 +1,134 @@
+"""One VM with its file system: QEMU and virtiofsd, each alone in a sandbox, from boot to the last of both.
+
+Owns that neither is left without the other. Knows nothing of who waits for VMs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fanout.engine.base import Exit, Mount, Sink
+from fanout.engine.qemu.image import Image
+from fanout.engine.qemu.jail import Jail
+from fanout.engine.qemu.machine import Guest, Hypervisor, Machine
+from fanout.engine.qemu.protocol import Request
+from fanout.engine.qemu.share import Share, Virtiofsd, program_options
+from fanout.engine.spawning import Spawner
+from fanout.errors import EngineUnavailable
+from fanout.runtime import Runtime
+
+__all__ = ["VM", "Host"]
+
+#: How long a boot may take. On a busy host without KVM it is ten times what it is on a quiet one.
+BOOT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What VMs are made with here: programs, the image as a sandbox sees it, and where the tree comes from.
+
+    `tree` are bwrap's options for what guests see, `directory` a private place for sockets.
+    """
+
+    spawner: Spawner
+    bwrap: str
+    virtiofsd: Virtiofsd
+    image: Image
+    tree: Sequence[str]
+    directory: str
+    runtime: Runtime
+
+
+class VM:
+    """A VM for one command. `boot`, then `run` or `end`; `kill` from any thread at any time."""
+
+    def __init__(self, host: Host, guest: Guest) -> None:
+        self._host = host
+        self.guest = guest
+        self._lock = threading.Lock()
+        self._killed = False
+        self._share: Share | None = None
+        self._machine: Machine | None = None
+
+    def boot(self) -> None:
+        """Start it and wait until its agent answers; `EngineUnavailable` says what happened instead."""
+        try:
+            share = Share(
+                self._host.virtiofsd, self._host.spawner, self._host.bwrap, self._host.tree, self._host.directory
+            )
+            self._share = share
+            machine = Machine(
+                self._host.image,
+                self.guest,
+                filesystem=share.connection,
+                launch=self._launch,
+                runtime=self._host.runtime,
+            )
+            machine.start()
+            with self._lock:
+                self._machine = machine
+                killed = self._killed
+            if killed:
+                raise EngineUnavailable("the VM was killed")
+            machine.wait_ready(BOOT_S)
+        except BaseException as error:
+            said = self._share.said() if self._share is not None else ""
+            self.end()
+            if said and isinstance(error, EngineUnavailable):
+                raise EngineUnavailable(f"{error}; virtiofsd: {said}") from error
+            raise
+
+    def alive(self) -> bool:
+        """Say whether both are there."""
+        return bool(self._machine and self._machine.alive() and self._share and self._share.alive())
+
+    def send(self, mounts: Sequence[Mount], request: Request, stdin: bytes | None) -> None:
+        """Show the mounts and have the command started; `EngineUnavailable` where that fails."""
+        assert self._share is not None
+        assert self._machine is not None
+        self._share.attach(mounts)
+        self._machine.send(request, stdin)
+
+    def wait(self, sink: Sink, *, timeout_s: float | None, grace_s: float) -> Exit:
+        """See `Machine.wait`; then virtiofsd is gone, too, and with it every mount."""
+        assert self._machine is not None
+        try:
+            return self._machine.wait(sink, timeout_s=timeout_s, grace_s=grace_s)
+        finally:
+            self.end()
+
+    def kill(self) -> None:
+        """Kill it. Whoever boots it or waits for it finds it dead."""
+        with self._lock:
+            self._killed = True
+            machine = self._machine
+        if machine is not None:
+            machine.kill()
+
+    def end(self) -> None:
+        """Kill both and wait until they are gone; repeating it is harmless."""
+        with self._lock:
+            self._killed = True
+            machine, share, self._share = self._machine, self._share, None
+        try:
+            if machine is not None:
+                machine.kill()
+        finally:
+            if share is not None:
+                share.end()
+
+    def pids(self) -> list[int]:
+        """Return the processes at the head of both sandboxes."""
+        return [self._share.pid] if self._share is not None else []
+
+    def _launch(self, argv: Sequence[str], inherited: Sequence[int], output: int) -> Hypervisor:
+        image = self._host.image
+        options = program_options([argv[0]])
+        for path in (image.kernel, image.initramfs):
+            options += ["--ro-bind", str(path), str(path)]
+        if self.guest.acceleration == "kvm":
+            options += ["--dev-bind", "/dev/kvm", "/dev/kvm"]
+        options += ["--remount-ro", "/"]
+        return Jail(self._host.spawner, self._host.bwrap, options, argv, output=output, others=inherited)
