@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from fanout.engine import hints, limits, orphans, rootfs, seccomp
+from fanout.engine import hints, limits, network, orphans, rootfs, seccomp
 from fanout.engine.base import Engine, Limits, Mount, Process, Spec, check_spec
 from fanout.engine.process import Pipes, SandboxProcess, raise_setup_failure
 from fanout.engine.spawner import ARGS, BLOCK, FILTER, STATUS
@@ -30,7 +30,7 @@ from fanout.engine.spawning import Child, Spawner, SpawnerGone, Started, memory_
 from fanout.errors import EngineUnavailable, Invalid
 from fanout.runtime import Runtime, system
 
-__all__ = ["BubblewrapEngine"]
+__all__ = ["CAPABILITIES", "BubblewrapEngine", "check_directories", "find_bwrap", "home_of", "open_spawner"]
 
 Overlay = Literal["auto", "kernel", "bwrap"]
 
@@ -111,12 +111,12 @@ class BubblewrapEngine(Engine):
     def start(self, spec: Spec) -> Process:
         """See `Engine.start`."""
         check_spec(spec)
-        if spec.network:
-            raise EngineUnavailable("the bubblewrap engine offers no network yet (network=True): use another engine")
         rootfs.check_targets(self._root, [mount.target for mount in spec.mounts])
         for mount in spec.mounts:
-            _check_directories(mount)
+            check_directories(mount)
         host = self._ready()
+        if spec.network and host.network is None:
+            raise EngineUnavailable(network.MISSING)
         spawner = host.spawner
         try:
             return self._launch(host, spawner, spec)
@@ -161,7 +161,11 @@ class BubblewrapEngine(Engine):
                 "--",
             ]
             child = Child(
-                [*map(str, argv), *spec.argv], stdin, stdout, stderr, args, overlays, rlimits=host.rlimits(spec.limits)
+                [*map(str, argv), *spec.argv],
+                *(stdin, stdout, stderr, args),
+                overlays,
+                rlimits=host.rlimits(spec.limits),
+                network=host.network if spec.network else None,
             )
             started = spawner.start(child, child_ends)
             if started is None:
@@ -265,11 +269,12 @@ class _Host:
         self.etc = None if root is not None and (root / "etc").is_dir() else rootfs.Etc()
         etc = self.etc.path if self.etc else None
         self._filter = seccomp.program(nested=nested)
-        self._shown = [_home(bwrap), *rootfs.private_paths(root, etc, host_paths)]
-        self.spawner = _spawner(overlay, self._filter, self._shown)
-        self.bwrap = bwrap.replace(_home(bwrap), self.spawner.seen_at(_home(bwrap)), 1)
+        self._shown = [home_of(bwrap), *rootfs.private_paths(root, etc, host_paths)]
+        self.spawner = open_spawner(overlay, self._filter, self._shown)
+        self.bwrap = bwrap.replace(home_of(bwrap), self.spawner.seen_at(home_of(bwrap)), 1)
         self.kernel_overlay = self.spawner.private_mounts
         self.cgroups = _cgroups(cgroup)
+        self.network = network.find()
         self._turn = 0
         self._lock = threading.Lock()
         self._closed = False
@@ -342,13 +347,14 @@ def find_bwrap() -> str:
     return found
 
 
-def _home(bwrap: str) -> str:
+def home_of(bwrap: str) -> str:
     """Return the directory that holds bwrap and the libraries that came with it."""
     path = Path(bwrap)
     return str(path.parents[2] if path.parent.name == "_bin" else path.parent)
 
 
-def _spawner(overlay: Overlay, filter: bytes, shown: Sequence[str]) -> Spawner:
+def open_spawner(overlay: Overlay, filter: bytes, shown: Sequence[str]) -> Spawner:
+    """Return a spawner that mounts overlays itself, where that is wanted and can be, else one that does not."""
     if overlay == "bwrap" or (overlay == "auto" and os.geteuid() != 0):
         return Spawner(private_mounts=False, filter=filter)
     try:
@@ -395,7 +401,8 @@ def _mount_options(mount: Mount, point: str | None) -> list[str]:
     return [*sources, "--overlay", mount.upper, mount.work, mount.target]
 
 
-def _check_directories(mount: Mount) -> None:
+def check_directories(mount: Mount) -> None:
+    """Refuse layers that are no directories of this host, or were used before: `Invalid`."""
     for path in (*mount.lowers, mount.upper, mount.work):
         if path is not None and not os.path.isdir(path):
             raise Invalid.argument(f"layer of {mount.target}", path, "must be a directory of this host")

@@ -5,18 +5,19 @@ Owns the list of what is visible and the small /etc built from the host's. Knows
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import stat
-import tempfile
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from fanout.engine.owned import OwnedDirectory
 from fanout.errors import EngineUnavailable, Invalid
 
-__all__ = ["HOME", "Etc", "check_host_paths", "check_targets", "private_paths", "system_arguments"]
+__all__ = [
+    *("HOME", "Etc", "check_host_paths", "check_targets", "host_path_arguments", "private_paths", "program_arguments"),
+    *("system_arguments", "tree_arguments"),
+]
 
 #: The home directory of the sandbox's user (uid 0): an empty, writable tmpfs.
 HOME = "/root"
@@ -57,14 +58,12 @@ WRITTEN = {
 class Etc:
     """A small /etc made once per engine, so that a sandbox needs one bind mount for it and not thirty.
 
-    Lives in memory where it can (see `_places`); `close`, or the end of the interpreter, removes it. What a killed
-    process left behind is removed by the next one.
+    `close`, or the end of the interpreter, removes it; where the process was killed, the next one does.
     """
 
     def __init__(self, source: Path = Path("/etc")) -> None:
-        _remove_stale()
-        self.path, lock = _locked_directory()
-        self.close = weakref.finalize(self, _remove_own, os.getpid(), self.path, lock)
+        self._directory = OwnedDirectory(PREFIX)
+        self.path, self.close = self._directory.path, self._directory.close
         try:
             self._fill(source)
         except OSError as error:
@@ -97,21 +96,41 @@ def system_arguments(
     `root` replaces the host's system by another root directory, whose own /etc is shown if `etc` is None. `seen_at`
     tells where bwrap finds one of the `private_paths`.
     """
+    arguments = tree_arguments(root, etc, seen_at)
+    arguments += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"]
+    return arguments + host_path_arguments(host_paths, seen_at)
+
+
+def tree_arguments(root: Path | None, etc: str | None, seen_at: Callable[[str], str], below: str = "") -> list[str]:
+    """Return bwrap's options for the directories of a system, seen below `below`: no /proc, /dev or host paths."""
     top, names = (Path("/"), SYSTEM) if root is None else (root, tuple(sorted(os.listdir(root))))
     above = "" if root is None else seen_at(str(root))
     arguments: list[str] = []
     for name in names:
         if name not in OWN and not (name == "etc" and etc is not None):
-            arguments += _shown(top / name, f"{above}/{name}", f"/{name}")
+            arguments += _shown(top / name, f"{above}/{name}", f"{below}/{name}")
     if etc is not None:
-        arguments += ["--ro-bind", seen_at(etc), "/etc"]
-    arguments += ["--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"]
+        arguments += ["--ro-bind", seen_at(etc), f"{below}/etc"]
     for name in ("run", "mnt"):
-        arguments += ["--perms", "0755", "--dir", f"/{name}"]
+        arguments += ["--perms", "0755", "--dir", f"{below}/{name}"]
     if root is None:
-        arguments += ["--symlink", "../tmp", "/var/tmp", "--symlink", "../run", "/var/run"]
-    for source, target in host_paths:
-        arguments += ["--ro-bind", seen_at(source), target]
+        arguments += ["--symlink", "../tmp", f"{below}/var/tmp", "--symlink", "../run", f"{below}/var/run"]
+    return arguments
+
+
+def host_path_arguments(
+    host_paths: Sequence[tuple[str, str]], seen_at: Callable[[str], str], below: str = ""
+) -> list[str]:
+    """Return bwrap's options for the extra host paths, seen below `below`."""
+    return [word for source, target in host_paths for word in ("--ro-bind", seen_at(source), below + target)]
+
+
+def program_arguments(programs: Sequence[str]) -> list[str]:
+    """Return bwrap's options for what programs of the host's need to run: the host's system, read-only."""
+    arguments = [word for name in SYSTEM for word in _shown(Path("/", name), f"/{name}", f"/{name}")]
+    for program in programs:
+        if not program.startswith(tuple(f"/{name}/" for name in SYSTEM)):
+            arguments += ["--ro-bind", program, program]
     return arguments
 
 
@@ -166,42 +185,3 @@ def _copy_public(source: str, target: str) -> None:
                 _copy_public(f"{source}/{name}", f"{target}/{name}")
     except PermissionError:
         pass  # a private part of /etc (a security module may hide what its mode shows)
-
-
-def _places() -> list[str]:
-    """Where an /etc may live: in memory if possible, for making hundreds of small files there takes no time."""
-    return [path for path in ("/dev/shm", tempfile.gettempdir()) if os.access(path, os.W_OK | os.X_OK)]
-
-
-def _locked_directory() -> tuple[str, int]:
-    """Make a directory, locked for as long as this process lives: the sign that it is in use."""
-    while True:
-        path = tempfile.mkdtemp(prefix=PREFIX, dir=_places()[0])
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        if os.fstat(lock).st_nlink:
-            return path, lock
-        os.close(lock)  # another process took it for a stale one before it was locked
-
-
-def _remove_own(pid: int, path: str, lock: int) -> None:
-    """Remove an /etc of this process; a forked child must leave its parent's alone."""
-    if os.getpid() == pid:
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
-
-
-def _remove_stale() -> None:
-    for path in (path for place in _places() for path in Path(place).glob(f"{PREFIX}*")):
-        try:
-            lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-        except OSError:
-            continue
-        try:
-            if os.fstat(lock).st_uid == os.geteuid():
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-        except OSError:
-            pass  # in use
-        finally:
-            os.close(lock)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fanout.engine import bubblewrap, hints, overlay, rootfs
+from fanout.engine import bubblewrap, hints, overlay, owned, rootfs
 from fanout.engine.base import Mount, Spec
 from fanout.engine.bubblewrap import BubblewrapEngine
 from fanout.engine.check import Bench, completed
@@ -72,7 +72,7 @@ def test_an_etc_holds_what_everybody_may_read(tmp_path: Path) -> None:
 
 
 def test_an_etc_left_behind_is_removed_and_one_in_use_is_not(tmp_path: Path) -> None:
-    place = rootfs._places()[0]
+    place = owned._places()[0]
     stale = tempfile.mkdtemp(prefix=rootfs.PREFIX, dir=place)
     used, etc = rootfs.Etc(tmp_path), rootfs.Etc(tmp_path)
     assert not os.path.exists(stale)

@@ -7,6 +7,7 @@ processes; VMs and those who wait are numbers.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sized
 from dataclasses import dataclass
 
 from fanout.engine.qemu.machine import Guest
@@ -95,7 +96,8 @@ class Plan:
     @property
     def counts(self) -> dict[str, int]:
         """How many wait, boot, are ready and are given away."""
-        counted = {"waiting": self._waiting, "booting": self._booting, "ready": self._ready, "given": self._given}
+        counted: dict[str, Sized] = {"waiting": self._waiting, "booting": self._booting}
+        counted |= {"ready": self._ready, "given": self._given}
         return {name: len(held) for name, held in counted.items()}
 
     def arrive(self, waiter: int, guest: Guest) -> list[Instruction]:

@@ -15,7 +15,7 @@ import os
 import shutil
 import socket
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from fanout.engine.qemu.jail import Jail
 from fanout.engine.spawning import Spawner
 from fanout.errors import EngineUnavailable
 
-__all__ = ["GUEST_DIRECTORIES", "Share", "Virtiofsd", "find_virtiofsd", "program_options", "tree_options"]
+__all__ = ["GUEST_DIRECTORIES", "Share", "Virtiofsd", "find_virtiofsd", "tree_options"]
 
 #: Where the tree is in virtiofsd's sandbox. It shares this directory and has chroot'ed to it.
 TOP = "/share"
@@ -138,12 +138,15 @@ def find_virtiofsd() -> Virtiofsd:
     )
 
 
-def tree_options(root: Path | None, etc: str | None, host_paths: Sequence[tuple[str, str]]) -> list[str]:
-    """Return bwrap's options for the tree that a guest sees, but for a command's mounts."""
-    options = _visible(root, etc, host_paths)
+def tree_options(
+    root: Path | None, etc: str | None, host_paths: Sequence[tuple[str, str]], seen_at: Callable[[str], str]
+) -> list[str]:
+    """Return bwrap's options for the tree that a guest sees, but for a command's mounts. See `rootfs`."""
+    options = [word for path in ("", "/var") for word in ("--perms", "0755", "--dir", TOP + path)]
+    options += rootfs.tree_arguments(root, etc, seen_at, TOP)
     for path in GUEST_DIRECTORIES:
         options += ["--perms", "0755", "--dir", TOP + path]
-    return options
+    return options + rootfs.host_path_arguments(host_paths, seen_at, TOP)
 
 
 def _connected(name: str, opened: ExitStack) -> tuple[socket.socket, socket.socket]:
@@ -158,44 +161,10 @@ def _connected(name: str, opened: ExitStack) -> tuple[socket.socket, socket.sock
     return listening, connection
 
 
-def program_options(programs: Sequence[str]) -> list[str]:
-    """Return bwrap's options for what programs of the host's need to run: the host's system, read-only."""
-    options = [word for name in rootfs.SYSTEM for word in _shown(Path("/", name), f"/{name}")]
-    for program in programs:
-        if not program.startswith(tuple(f"/{name}/" for name in rootfs.SYSTEM)):
-            options += ["--ro-bind", program, program]
-    return options
-
-
-def _visible(root: Path | None, etc: str | None, host_paths: Sequence[tuple[str, str]]) -> list[str]:
-    top, names = (Path("/"), rootfs.SYSTEM) if root is None else (root, tuple(sorted(os.listdir(root))))
-    options = ["--perms", "0755", "--dir", TOP, "--perms", "0755", "--dir", f"{TOP}/var"]
-    for name in names:
-        if name not in rootfs.OWN and not (name == "etc" and etc is not None):
-            options += _shown(top / name, f"{TOP}/{name}")
-    if etc is not None:
-        options += ["--ro-bind", etc, f"{TOP}/etc"]
-    for name in ("run", "mnt"):
-        options += ["--perms", "0755", "--dir", f"{TOP}/{name}"]
-    if root is None:
-        options += ["--symlink", "../tmp", f"{TOP}/var/tmp", "--symlink", "../run", f"{TOP}/var/run"]
-    for source, target in host_paths:
-        options += ["--ro-bind", source, TOP + target]
-    return options
-
-
-def _shown(path: Path, target: str) -> list[str]:
-    if path.is_symlink():
-        return ["--symlink", os.readlink(path), target]
-    if path.is_dir() or path.is_file():
-        return ["--ro-bind", str(path), target]
-    return []
-
-
 def _own_options(program: str) -> list[str]:
     """Return what virtiofsd itself needs, outside of the tree."""
     options = [word for capability in CAPABILITIES for word in ("--cap-add", capability)]
-    options += program_options([program])
+    options += rootfs.program_arguments([program])
     return [*options, "--proc", "/proc", "--remount-ro", "/"]
 
 

@@ -9,12 +9,13 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from fanout.engine import rootfs
 from fanout.engine.base import Exit, Mount, Sink
 from fanout.engine.qemu.image import Image
 from fanout.engine.qemu.jail import Jail
 from fanout.engine.qemu.machine import Guest, Hypervisor, Machine
 from fanout.engine.qemu.protocol import Request
-from fanout.engine.qemu.share import Share, Virtiofsd, program_options
+from fanout.engine.qemu.share import Share, Virtiofsd
 from fanout.engine.spawning import Spawner
 from fanout.errors import EngineUnavailable
 from fanout.runtime import Runtime
@@ -125,7 +126,7 @@ class VM:
 
     def _launch(self, argv: Sequence[str], inherited: Sequence[int], output: int) -> Hypervisor:
         image = self._host.image
-        options = program_options([argv[0]])
+        options = rootfs.program_arguments([argv[0]])
         for path in (image.kernel, image.initramfs):
             options += ["--ro-bind", str(path), str(path)]
         if self.guest.acceleration == "kvm":
