@@ -335,7 +335,8 @@ class Run(Value):
     `exit_code` is None when the command did not exit by itself; death by signal n is 128+n, as in a shell.
     `stdout_bytes` and `stderr_bytes` are exact up to the cap (1 MiB a stream by default); beyond it they hold head
     and tail with a marker between, `stdout_truncated` says so and `stdout_total` counts all bytes.
-    `commits` has one entry for each mounted disk. `warm` says whether the host had the tree already.
+    `commits` has one entry for each mounted disk. `warm` says whether the host had the tree already, and a
+    machine, where the engine boots those.
     """
 
     id: str

@@ -91,7 +91,8 @@ class Exit:
     timed_out, killed (by `Process.kill`, or the whole sandbox by the host) or oom. `exit_code` is None unless
     completed; 127 and 126 also mean that `argv[0]` was not found or not executable, as in a shell. `started_s`
     and `ended_s` are monotonic seconds of the command itself. `cpu_s` is user+system seconds of all its processes,
-    `max_rss_bytes` the largest of them (the sum where a cgroup counts it); 0 where this host does not tell.
+    `max_rss_bytes` the largest of them (the sum where a cgroup counts it); 0 where this host does not tell. `warm` is
+    False where a machine had to be booted first.
     """
 
     status: Literal["completed", "timed_out", "killed", "oom"]
@@ -100,6 +101,7 @@ class Exit:
     ended_s: float
     cpu_s: float
     max_rss_bytes: int
+    warm: bool = True
 
 
 class Process(ABC):

@@ -30,7 +30,10 @@ from fanout.engine.spawning import Child, Spawner, SpawnerGone, Started, memory_
 from fanout.errors import EngineUnavailable, Invalid
 from fanout.runtime import Runtime, system
 
-__all__ = ["CAPABILITIES", "BubblewrapEngine", "check_directories", "find_bwrap", "home_of", "open_spawner"]
+__all__ = [
+    *("CAPABILITIES", "BubblewrapEngine", "Overlay", "check_directories", "find_bwrap", "home_of", "open_spawner"),
+    "raise_open_files",
+]
 
 Overlay = Literal["auto", "kernel", "bwrap"]
 
@@ -286,7 +289,7 @@ class _Host:
             *(() if nested or _proc_sys_read_only() else ("--disable-userns",)),
             *rootfs.system_arguments(root, etc, host_paths, self.spawner.seen_at),
         ]
-        _raise_open_files()
+        raise_open_files()
 
     def needs_mount(self, mount: Mount) -> bool:
         """Say whether we, not bwrap, mount an overlay for this one."""
@@ -382,7 +385,7 @@ def _proc_sys_read_only() -> bool:
     return bool(os.statvfs("/proc/sys").f_flag & os.ST_RDONLY)
 
 
-def _raise_open_files() -> None:
+def raise_open_files() -> None:
     """Allow this process the descriptors of many execs at once: each takes about eight."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, limits.OPEN_FILES)

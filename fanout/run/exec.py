@@ -242,7 +242,7 @@ def _result(
         usage=Usage(cpu_s=exit.cpu_s, max_rss_bytes=exit.max_rss_bytes),
         engine=host.engine.name,
         host=host.name,
-        warm=all(each.view.warm for each in mounted),
+        warm=exit.warm and all(each.view.warm for each in mounted),
         commits=commits,
         conflict=next((commit.conflict for commit in commits.values() if commit.conflict), None),
     )

@@ -6,7 +6,7 @@ Owns that neither is left without the other. Knows nothing of who waits for VMs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fanout.engine import rootfs
@@ -28,15 +28,17 @@ BOOT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What VMs are made with here: programs, the image as a sandbox sees it, and where the tree comes from.
+    """What VMs are made with here: programs, the image, and where the tree comes from.
 
-    `tree` are bwrap's options for what guests see, `directory` a private place for sockets.
+    `files` are the image's two, and where a sandbox's user finds them; `tree` are bwrap's options for what guests see,
+    `directory` a private place for sockets.
     """
 
     spawner: Spawner
     bwrap: str
     virtiofsd: Virtiofsd
     image: Image
+    files: Mapping[str, str]
     tree: Sequence[str]
     directory: str
     runtime: Runtime
@@ -125,10 +127,9 @@ class VM:
         return [self._share.pid] if self._share is not None else []
 
     def _launch(self, argv: Sequence[str], inherited: Sequence[int], output: int) -> Hypervisor:
-        image = self._host.image
         options = rootfs.program_arguments([argv[0]])
-        for path in (image.kernel, image.initramfs):
-            options += ["--ro-bind", str(path), str(path)]
+        for path, seen_at in self._host.files.items():
+            options += ["--ro-bind", seen_at, path]
         if self.guest.acceleration == "kvm":
             options += ["--dev-bind", "/dev/kvm", "/dev/kvm"]
         options += ["--remount-ro", "/"]
