@@ -37,7 +37,7 @@ from fanout.model import (
 )
 from fanout.run.request import check_checkout, expand
 
-__all__ = ["Content", "Disk", "Disks", "Fanout"]
+__all__ = ["Content", "Disk", "Disks", "Fanout", "mounts_of"]
 
 Mounts = Mapping[str, "Disk | Mount"]
 #: What a file is made of: all at once, or bit by bit.
@@ -392,3 +392,14 @@ class Fanout(ABC):
         if failures:
             raise failures[0]
         return [run for run in runs if run is not None]
+
+
+def mounts_of(disks: Mapping[str, object]) -> dict[str, Mount]:
+    """Return how an exec sees its disks; `Invalid` for what is no disk and no mount of one."""
+    mounts: dict[str, Mount] = {}
+    for name, given in disks.items():
+        mount = given.mount() if isinstance(given, Disk) else given
+        if not isinstance(mount, Mount):
+            raise Invalid.argument(f"disks[{name!r}]", given, "a disk, or what disk.mount(...) returned")
+        mounts[name] = mount
+    return mounts

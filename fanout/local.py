@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
-from fanout.api import Disk, Disks, Fanout, Mounts
+from fanout.api import Disk, Disks, Fanout, Mounts, mounts_of
 from fanout.config import Settings
 from fanout.disk.catalogue import Catalogue
 from fanout.disk.disk import Disk as CoreDisk
@@ -153,12 +153,7 @@ class LocalFanout(Fanout):
         self._check_open()
         arrived_s = self._runtime.monotonic()
         job_id = f"ex-{self._runtime.hex_id(16)}"
-        unknown = options.keys() - _OPTIONS.keys()
-        if unknown:
-            raise Invalid.argument(
-                min(unknown), options[min(unknown)], f"no such option; there are {', '.join(_OPTIONS)}"
-            )
-        given = {**_OPTIONS, **options}
+        given = request.check_options(options)
         disks = request.check_disks(given["disks"])
         names = list(disks)
         cwd = given["cwd"]
@@ -171,7 +166,7 @@ class LocalFanout(Fanout):
             "commit": request.check_commit(given["commit"]),
             "network": request.check_network(given["network"]),
         }
-        mounts = _mounts(disks)
+        mounts = mounts_of(disks)
         live = {name: mount for name, mount in mounts.items() if mount.at is None}
         if self._engine is None or self._lines.known(live) is None:
             await in_turn(partial(self._prepare, live))
@@ -258,7 +253,7 @@ class Acting(Fanout):
 
     async def exec(self, command: str, *, idempotency_key: str | None = None, **options: Any) -> Run:
         return await self._fanout._exec_once(
-            command, {**_OPTIONS, **options}, idempotency_key, self._scope, self._author
+            command, {**request.EXEC_OPTIONS, **options}, idempotency_key, self._scope, self._author
         )
 
     async def stream(self, command: str, **options: Any) -> AsyncGenerator[Event, None]:
@@ -311,37 +306,14 @@ class LocalDisks(Disks):
         return LocalDisk(core, point or core.point(), author, self._fanout._searcher)
 
 
-_OPTIONS: dict[str, Any] = {
-    "disks": None,
-    "cwd": None,
-    "env": None,
-    "stdin": b"",
-    "timeout_s": 300.0,
-    "network": False,
-    "commit": "always",
-    "cpus": None,
-    "memory_mib": None,
-}
-
-
 def _environment(job_id: str) -> dict[str, str]:
     return {"PATH": _PATH, "HOME": "/root", "USER": "root", "LANG": "C.UTF-8", "FANOUT_EXEC_ID": job_id}
-
-
-def _mounts(disks: Mapping[str, object]) -> dict[str, Mount]:
-    mounts: dict[str, Mount] = {}
-    for name, given in disks.items():
-        mount = given.mount() if isinstance(given, Disk) else given
-        if not isinstance(mount, Mount):
-            raise Invalid.argument(f"disks[{name!r}]", given, "a disk, or what disk.mount(...) returned")
-        mounts[name] = mount
-    return mounts
 
 
 def _fingerprint(command: str, options: Mapping[str, Any]) -> object:
     """What makes two calls the same one; a copy, as the caller may change what he passed."""
     made = {
-        "disks": _mounts(request.check_disks(options["disks"])),
+        "disks": mounts_of(request.check_disks(options["disks"])),
         "env": request.check_env(options["env"]),
         "stdin": request.check_stdin(options["stdin"]),
     }
@@ -349,7 +321,7 @@ def _fingerprint(command: str, options: Mapping[str, Any]) -> object:
 
 
 def _output_bytes(outcome: Run | FanoutError) -> int:
-    run: Run = getattr(outcome, "run", outcome)
+    run = outcome if isinstance(outcome, Run) else outcome.run  # type: ignore[attr-defined]
     return len(run.stdout_bytes) + len(run.stderr_bytes)
 
 

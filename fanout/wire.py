@@ -32,7 +32,7 @@ from fanout.errors import (
     Unavailable,
 )
 from fanout.format.tree import Node
-from fanout.model import CommitPolicy, Event, Finished, Mount, Output, Run, Started, Value
+from fanout.model import CommitPolicy, Event, Finished, GrepOutput, GrepSyntax, Mount, Output, Run, Started, Value
 
 __all__ = [
     "BEAT",
@@ -51,6 +51,7 @@ __all__ = [
     "Creating",
     "Executing",
     "Frames",
+    "Grepping",
     "Handle",
     "Header",
     "Looking",
@@ -70,6 +71,7 @@ __all__ = [
     "event_of",
     "exec_call",
     "exec_fields",
+    "grep_fields",
     "frame",
     "json_bytes",
     "json_of",
@@ -179,6 +181,36 @@ class Collecting(Value):
     grace_s: float | None = None
     keep_history_s: float | None = None
     dry_run: bool = False
+
+
+class Grepping(Value):
+    """Body of a search; what is left out is as in `Disk.grep`. A pattern that is no text is in `patternBase64`."""
+
+    pattern: str | None = None
+    pattern_base64: str | None = None
+    directory: str = "/"
+    recursive: bool = True
+    syntax: GrepSyntax = "rust"
+    ignore_case: bool = False
+    word: bool = False
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    at: str | int | None = None
+    before: int = 0
+    after: int = 0
+    output: GrepOutput = "lines"
+    binary: bool = True
+    max_results: int = 1000
+    max_line_bytes: int = 4096
+    max_duration_s: float = 30.0
+    concurrency: int | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of `Disk.grep`."""
+        given = {name: getattr(self, name) for name in type(self).model_fields if not name.startswith("pattern")}
+        encoded = {"pattern": self.pattern, "patternBase64": self.pattern_base64}
+        pattern = _load_bytes(encoded, "pattern") if self.pattern is None else self.pattern
+        return {"pattern": pattern, **given}
 
 
 class Verifying(Value):
@@ -329,6 +361,16 @@ def exec_call(fields: object) -> tuple[str, Mapping[str, Mount], dict[str, Any]]
     options: dict[str, Any] = {option: getattr(given, option) for option in _OPTIONS.values()}
     options["stdin"] = _load_bytes({"stdin": given.stdin, "stdinBase64": given.stdin_base64}, "stdin")
     return given.command, given.disks, options
+
+
+def grep_fields(pattern: str | bytes, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the body of a search, its arguments checked."""
+    fields = plain(Grepping(**options))
+    if isinstance(pattern, str):
+        return {**fields, "pattern": pattern}
+    del fields["pattern"], fields["patternBase64"]
+    _store_bytes(fields, "pattern", bytes(pattern))
+    return fields
 
 
 def run_fields(run: Run) -> dict[str, Any]:

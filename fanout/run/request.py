@@ -10,7 +10,7 @@ import math
 import re
 import shlex
 from collections.abc import AsyncIterable, Iterable, Mapping
-from typing import BinaryIO, cast, get_args
+from typing import Any, BinaryIO, cast, get_args
 
 from fanout.config import MAX_TIMEOUT_S
 from fanout.disk.paths import MAX_PATH_BYTES, tree_path
@@ -19,6 +19,7 @@ from fanout.errors import Invalid
 from fanout.model import CommitPolicy
 
 __all__ = [
+    "EXEC_OPTIONS",
     "MAX_ARGUMENT_BYTES",
     "check_bytes",
     "check_checkout",
@@ -34,11 +35,24 @@ __all__ = [
     "check_network",
     "check_no_content",
     "check_object",
+    "check_options",
     "check_range",
     "check_stdin",
     "expand",
 ]
 
+#: The options of an exec and their defaults.
+EXEC_OPTIONS: Mapping[str, Any] = {
+    "disks": None,
+    "cwd": None,
+    "env": None,
+    "stdin": b"",
+    "timeout_s": 300.0,
+    "network": False,
+    "commit": "always",
+    "cpus": None,
+    "memory_mib": None,
+}
 #: The kernel's bound on one argument or variable (MAX_ARG_STRLEN, 32 pages), less its NUL.
 MAX_ARGUMENT_BYTES = (128 << 10) - 1
 _MOUNT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,62}")
@@ -52,6 +66,15 @@ def check_command(command: object) -> str:
         raise Invalid.argument("command", command, "a non-empty shell command")
     _check_text("command", command)
     return command
+
+
+def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of an exec with the defaults of those that were not given; there are no others."""
+    unknown = options.keys() - EXEC_OPTIONS.keys()
+    if unknown:
+        first = min(unknown)
+        raise Invalid.argument(first, options[first], f"no such option; there are {', '.join(EXEC_OPTIONS)}")
+    return {**EXEC_OPTIONS, **options}
 
 
 def check_disks(disks: object) -> Mapping[str, object]:

@@ -207,6 +207,12 @@ def _care(native: Native) -> None:
     async def gc(disk: LocalDisk, call: Call) -> Answer:
         return await disk.gc(**call.body(wire.Collecting).model_dump(exclude_none=True))
 
+    @native.read("/disks/{disk}/grep", "Search a line", method="POST", body=wire.Grepping)
+    async def grep(disk: LocalDisk, call: Call) -> Answer:
+        options = call.body(wire.Grepping).options()
+        with call.caller.state.exec():
+            return await disk.grep(**options)
+
     @native.read("/disks/{disk}/fsck", "Verify a disk", method="POST", body=wire.Verifying)
     async def fsck(disk: LocalDisk, call: Call) -> Answer:
         return await disk.fsck(quick=call.body(wire.Verifying).quick)
