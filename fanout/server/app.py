@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fanout import wire
 from fanout.server import answers
-from fanout.server.answers import Refused, answer_of
+from fanout.server.answers import EXPECTED, Refused, answer_of
 from fanout.server.archil import routes as archil
 from fanout.server.caller import Caller, principal_of
 from fanout.server.native import native_router
@@ -65,8 +65,10 @@ class Application:
             limits = self.state.limits
             most = limits.object_bytes if wire.takes_long_bodies(scope["path"]) else limits.json_bytes
             limited = _limited(scope, receive, most)
-        except Exception as error:
-            await answer_of(error)(scope, receive, send)
+        except EXPECTED as error:
+            answer = answer_of(error)
+            answer.headers["Connection"] = "close"  # its body stays unread
+            await answer(scope, receive, send)
             return
         await self._rest(scope, limited, send)
 

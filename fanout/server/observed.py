@@ -66,8 +66,7 @@ class Observed:
                 await broken(scope, receiving, sending)
         finally:
             took_s = clock() - began_s
-            route = str(scope.get("fanout.route") or getattr(scope.get("route"), "path", "none"))
-            self._state.metrics.answered(scope["method"], route, status or GONE, took_s, had, sent)
+            self._state.metrics.answered(scope["method"], _template(scope), status or GONE, took_s, had, sent)
             client = scope.get("client")
             told = {
                 "method": scope["method"], "path": scope["path"], "status": status or GONE,
@@ -84,3 +83,13 @@ class Observed:
             if name == b"x-request-id" and _SANE_ID.fullmatch(value):
                 return str(value.decode())
         return f"rq-{self._state.runtime.hex_id(16)}"
+
+
+def _template(scope: Scope) -> str:
+    """Return the path of a request with names in place of what varies."""
+    route = scope.get("fanout.route") or getattr(scope.get("route"), "path", None)
+    if route is None:
+        return "none"
+    # Newer versions of FastAPI tell the path without the prefix of the router it is in.
+    inside = scope["path"].startswith("/api/") and not route.startswith(("/api/", "s3"))
+    return f"/api{route}" if inside else str(route)

@@ -16,6 +16,7 @@ import uvicorn
 
 from fanout.errors import Invalid
 from fanout.server.app import create_app
+from fanout.server.protocol import bounded
 from fanout.server.state import State
 
 __all__ = ["Listening", "serve"]
@@ -55,7 +56,7 @@ async def serve(state: State, host: str, port: int, s3_port: int | None, ready: 
         app.s3_port = sockets[1].getsockname()[1]
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=bounded(state.limits.header_bytes, state.limits.header_s),
         ws="none",
         lifespan="off",
         log_config=None,

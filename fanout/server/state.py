@@ -35,13 +35,15 @@ class ServerLimits:
     """Bounds of a server. Bytes and seconds; counts are per server.
 
     `queued_execs`: how many calls may wait for a slot beyond the connection's `max_in_flight` running ones.
-    `json_bytes`: body of a REST call. `object_bytes`: body of one upload. `header_bytes`: URL and headers.
+    `json_bytes`: body of a REST call. `object_bytes`: body of one upload. `header_bytes`: URL and headers,
+    which have to come within `header_s`.
     `call_s`: longest command through the archil dialect. `grace_s`: what running execs get at a shutdown.
     """
 
     json_bytes: int = 16 << 20
     object_bytes: int = 5 << 30
     header_bytes: int = 64 << 10
+    header_s: float = 30.0
     connections: int = 2000
     queued_execs: int = 1000
     call_s: float = 300.0

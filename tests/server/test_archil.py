@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import archil
@@ -41,12 +40,6 @@ def refused(call: Any, status: int, code: str) -> str:
         call()
     assert (caught.value.status, caught.value.code) == (status, code), str(caught.value)
     return str(caught.value)
-
-
-def running(server: Running) -> int:
-    """How many execs hold a slot."""
-    text = httpx.get(f"{server.url}/metrics").text
-    return int(float(re.findall(r'^fanout_execs\{state="running"\} (\S+)$', text, re.M)[0]))
 
 
 # -- disks ---------------------------------------------------------------------------------------------------------
@@ -133,18 +126,6 @@ def test_exec_on_several_disks_with_every_mode(client: archil.Archil) -> None:
     assert made["b"].exec("ls . sub").stdout == ".:\narchil\ndata\nonly\nsub\n\nsub:\nnew\nx\n"
 
 
-@contextmanager
-def meanwhile(server: Running, call: Callable[[float], Any], seconds: float) -> Iterator[threading.Thread]:
-    """Have an exec of so many seconds run in another thread, from the moment its command runs."""
-    before = running(server)
-    thread = threading.Thread(target=call, args=(seconds,))
-    thread.start()
-    while running(server) == before and thread.is_alive():
-        time.sleep(0.02)
-    yield thread
-    thread.join()
-
-
 #: How long an exec lasts that something else is to happen under; longer where this machine was too slow.
 PATIENCE = (0.5, 3, 15)
 
@@ -159,7 +140,7 @@ def test_a_conflict_is_no_success(client: archil.Archil, disk: Any, server: Runn
             failures.append(error)
 
     for seconds in PATIENCE:
-        with meanwhile(server, slow, seconds) as thread:
+        with server.meanwhile(partial(slow, seconds)) as thread:
             disk.exec("echo first > same")
             in_time = thread.is_alive()
         if in_time and failures:
@@ -261,7 +242,7 @@ def test_delegations_are_checkouts(client: archil.Archil, server: Running, disk:
 
     assert disk.list_delegations() == []
     for seconds in PATIENCE:
-        with meanwhile(server, hold, seconds) as thread:
+        with server.meanwhile(partial(hold, seconds)) as thread:
             while not (held := disk.list_delegations()) and thread.is_alive():
                 time.sleep(0.02)
             body = {"disks": {"w": {**mount, "checkoutPaths": ["src/a"], "queueMs": 10}}, "command": "true"}

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import httpx
 
 __all__ = ["Running", "running_server"]
 
@@ -32,6 +38,32 @@ class Running:
     store: str
     process: subprocess.Popen[str]
     log: Path
+
+    def running(self) -> int:
+        """How many execs hold a slot."""
+        text = httpx.get(f"{self.url}/metrics").text
+        return int(float(re.findall(r'^fanout_execs\{state="running"\} (\S+)$', text, re.M)[0]))
+
+    def call(self, method: str, path: str, body: object = None, token: str | None = None) -> httpx.Response:
+        """Make one REST call below /api, with the administrator's token by default."""
+        headers = {"Authorization": self.token if token is None else token}
+        return httpx.request(method, f"{self.url}/api{path}", json=body, headers=headers, timeout=120)
+
+    @contextmanager
+    def meanwhile(self, call: Callable[[], Any]) -> Iterator[threading.Thread]:
+        """Have a call that runs an exec made in another thread, from the moment its command holds a slot."""
+        before = self.running()
+        thread = threading.Thread(target=call)
+        thread.start()
+        while self.running() == before and thread.is_alive():
+            time.sleep(0.02)
+        yield thread
+        thread.join()
+
+    def lines(self, message: str = "request") -> list[dict[str, Any]]:
+        """Return what was logged under a message."""
+        told = [json.loads(line) for line in self.log.read_text().splitlines()]
+        return [line for line in told if line["message"] == message]
 
     def stop(self, number: int = signal.SIGTERM) -> int:
         """Send a signal and wait for the end; returns the exit code."""
