@@ -17,6 +17,7 @@ from fanout.disk.fsck import Checked, check
 from fanout.disk.gc import GRACE_S, KEEP_HISTORY_S, Collected, collect
 from fanout.disk.load import lineage_at
 from fanout.disk.merge import Intent, Policy, intent_of
+from fanout.disk.moves import plan_copy, plan_move
 from fanout.disk.paths import shown
 from fanout.disk.proposal import Landed, Proposal
 from fanout.disk.receive import Receiver
@@ -279,31 +280,30 @@ class Disk:
         message = f"delete {shown(path)}"
         return branch.commit(Proposal(intents, Policy.LAST_WINS, state.seq, author=author, message=message))
 
-    def move(self, point: Point, source: bytes, target: bytes, author: str = "") -> Landed:
-        """Rename a file or a whole directory in one commit, moving no data; `Exists` if the target is there."""
+    def move(self, point: Point, source: bytes, target: bytes, author: str = "", *, replace: bool = False) -> Landed:
+        """Rename a file or a whole directory in one commit, moving no data.
+
+        `Exists` if the target is there, unless it is a file and, `replace`, so is the source.
+        """
+
+        def plan(tree: State) -> Sequence[Intent]:
+            return plan_move(tree, source, target, replace=replace)
+
+        return self._planned(point, plan, author, f"move {shown(source)} to {shown(target)}")
+
+    def copy(self, point: Point, source: bytes, target: bytes, author: str = "", *, replace: bool = False) -> Landed:
+        """Like `move`, leaving the source where it is. A file that is copied onto itself is touched."""
+        now_ns = self.runtime.now_ns()
+
+        def plan(tree: State) -> Sequence[Intent]:
+            return plan_copy(tree, source, target, now_ns, replace=replace)
+
+        return self._planned(point, plan, author, f"copy {shown(source)} to {shown(target)}")
+
+    def _planned(self, point: Point, plan: Callable[[State], Sequence[Intent]], author: str, message: str) -> Landed:
         branch = self.writable(point)
-        state = branch.refresh()
-        node = state.get(source)
-        if node is None:
-            raise NotFound(f"disk {self.name!r} has no {shown(source)!r}")
-        if not source:
-            raise Invalid.argument("source", "/", "a path below the root of the disk")
-        if target == source or target.startswith(source + b"/"):
-            raise Invalid.argument("target", shown(target), "a place outside of what is moved")
-        if state.get(target) is not None:
-            raise Exists(f"{shown(target)!r} is already on disk {self.name!r}")
-        moved = [(source, node), *(state.below(source) if node.kind == DIR else ())]
-        intents = [Intent(path, old, None) for path, old in moved]
-        intents += [Intent(target + path[len(source) :], None, old) for path, old in moved]
-        proposal = Proposal(
-            intents,
-            Policy.FIRST_WINS,
-            state.seq,
-            seen_blobs=state.blob_bytes(),
-            author=author,
-            message=f"move {shown(source)} to {shown(target)}",
-        )
-        return branch.commit(proposal)
+        branch.refresh()  # what a plan refuses is refused for good: not for a tree of yesterday
+        return branch.commit(Proposal((), Policy.STRICT, author=author, message=message, plan=plan))
 
     def rescue(self, base: Point, base_seq: int, proposal: Proposal, exec_id: str) -> str:
         """Keep a losing commit on a branch of its own that starts where it started; returns the branch's name."""
