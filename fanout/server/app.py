@@ -6,8 +6,11 @@ S3 is s3/'s.
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Response
+from importlib.metadata import version
+
+from fastapi import Response
 from fastapi.responses import JSONResponse
+from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -75,7 +78,15 @@ class Application:
 
 def create_app(state: State) -> Application:
     """Return the application that serves an opened state."""
-    rest = FastAPI(title="fanout", docs_url="/docs", redoc_url=None, openapi_url="/openapi.json")
+    rest = FastAPIOffline(
+        title="fanout",
+        description="Disks and execs. The key of a request: `Authorization: key-…`.",
+        version=version("fanout"),
+        docs_url="/docs",
+        redoc_url=None,
+        openapi_url="/openapi.json",
+        static_url="/docs/files",  # of the page itself, which works without the internet
+    )
     answers.install(rest)
     rest.state.fanout = state
     rest.include_router(archil.public)

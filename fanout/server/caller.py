@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from fastapi import Depends, Request
+from fastapi import Depends, Request, Security
+from fastapi.security import APIKeyHeader
 from starlette.types import Scope
 
 from fanout.api import Fanout
@@ -51,7 +52,10 @@ async def principal_of(state: State, scope: Scope) -> Principal:
     return principal
 
 
-def _caller(request: Request) -> Caller:
+_header = APIKeyHeader(name="Authorization", description="`key-…`, from `fanout keys create`", auto_error=False)
+
+
+def _caller(request: Request, _: Annotated[str | None, Security(_header)]) -> Caller:
     caller: Caller = request.scope["fanout.caller"]
     return caller
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import re
 import signal
 import socket
 import time
@@ -49,6 +50,10 @@ def test_the_api_describes_itself(server: Running) -> None:
     page = httpx.get(f"{server.url}/docs")
     assert page.status_code == 200
     assert "/openapi.json" in page.text
+    for path in re.findall(r'(?:src|href)="([^"]+)"', page.text):  # nothing of it is fetched from elsewhere
+        assert path.startswith("/")
+        assert httpx.get(f"{server.url}{path}").status_code == 200
+    assert described["components"]["securitySchemes"]["APIKeyHeader"]["name"] == "Authorization"
 
 
 def test_metrics_count_requests_execs_and_the_store(server: Running, disk_name: str) -> None:
