@@ -88,7 +88,8 @@ def running_server(
     directory.mkdir(parents=True, exist_ok=True)
     store = store or f"file://{directory / 'store'}"
     log = Path(tempfile.mkstemp(prefix="server-", suffix=".log", dir=directory)[1])
-    command = [sys.executable, "-m", "fanout", "--store", store, "--cache-dir", tempfile.mkdtemp(dir=directory)]
+    command = [sys.executable, "-m", "fanout", "--store", store, "--engine", "bubblewrap"]
+    command += ["--cache-dir", tempfile.mkdtemp(dir=directory)]
     command += [*options, "serve", "--port", "0", "--s3-port", "0", *arguments]
     with log.open("w") as errors:
         process = subprocess.Popen(
