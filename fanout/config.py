@@ -75,6 +75,7 @@ class Settings(BaseModel):
     store: str = Field(default_factory=_default_store, min_length=1)
     url: str | None = None
     api_key: str | None = Field(None, repr=False)
+    http2: bool = False
     engine: Literal["auto", "bubblewrap", "qemu"] = "auto"
     cache_dir: Path = Field(default_factory=_default_cache)
     cache_bytes: int = Field(20 << 30, ge=1 << 20)

@@ -33,12 +33,18 @@ def connect(
 ) -> Fanout:
     """Return a connection: embedded in this process by default, on the store of `store` or FANOUT_STORE.
 
+    With `url` (or FANOUT_URL) it is to a fanout server, as whom `api_key` (FANOUT_API_KEY) says; store, engine and
+    cache are the server's own then. A `store` given as an argument goes before a FANOUT_URL of the environment.
     Further settings (`cache_dir`, `cache_bytes`, `max_in_flight`, `s3_endpoint`, `root_dir`, `host_paths`, …) are the
     fields of `fanout.Settings`. `Invalid` names a bad one. Nothing is opened before `async with`.
     """
     loaded = Settings.load(url=url, api_key=api_key, store=store, engine=engine, **settings)
-    if loaded.url is not None:
-        raise Invalid.argument("url", loaded.url, "remote connections are not available in this version")
+    if url is not None and store is not None:
+        raise Invalid.argument("store", store, f"None: what is at {url} has a store of its own")
+    if loaded.url is not None and store is None:
+        from fanout.client import RemoteFanout
+
+        return RemoteFanout(loaded)
     from fanout.local import LocalFanout  # the rest of fanout: `import fanout` and `fanout --help` do without
 
     return LocalFanout(loaded)

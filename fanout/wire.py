@@ -71,8 +71,8 @@ __all__ = [
     "event_of",
     "exec_call",
     "exec_fields",
-    "grep_fields",
     "frame",
+    "grep_fields",
     "json_bytes",
     "json_of",
     "parse_query",
@@ -153,10 +153,11 @@ class Merging(Value):
 
 
 class Moving(Value):
-    """Body of a rename; both are absolute paths."""
+    """Body of a rename or a copy; both paths are absolute."""
 
     source: str
     target: str
+    replace: bool = False
 
 
 class Executing(Value):

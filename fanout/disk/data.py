@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from fanout.config import Tuning
 from fanout.disk.fresh import PackAges
@@ -18,9 +19,8 @@ from fanout.format import layout
 from fanout.format.pack import PackBuilder, decode_frame, encode_frame, is_text, pack_id
 from fanout.format.tree import HOLE, Ref
 from fanout.runtime import Runtime
-from fanout.store.base import Store
 
-__all__ = ["Packed", "Packer", "Reader", "Slice"]
+__all__ = ["PackSink", "PackSource", "Packed", "Packer", "Reader", "Slice"]
 
 #: Frames of one pack closer than this are fetched with one request.
 _COALESCE_GAP = 64 << 10
@@ -28,6 +28,18 @@ _COALESCE_GAP = 64 << 10
 _HOLE_CHUNK = 1 << 20
 #: A request is cut here, so that transfers run in parallel and memory stays bounded.
 _COALESCE_MAX = 4 << 20
+
+
+class PackSink(Protocol):
+    """Where packs go; a `Store` is one."""
+
+    def put(self, key: str, data: bytes) -> None: ...
+
+
+class PackSource(Protocol):
+    """Where packs come from; a `Store` is one."""
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +59,7 @@ class Packer:
 
     def __init__(
         self,
-        store: Store,
+        store: PackSink,
         disk_id: str,
         runtime: Runtime,
         tuning: Tuning,
@@ -155,7 +167,7 @@ class Slice:
 class Reader:
     """Reads and verifies frames of one disk's packs. Thread safe. Keeps a bounded memory of small whole frames."""
 
-    def __init__(self, store: Store, disk_id: str, *, cache_bytes: int = 32 << 20) -> None:
+    def __init__(self, store: PackSource, disk_id: str, *, cache_bytes: int = 32 << 20) -> None:
         self._store = store
         self._disk_id = disk_id
         self._cache_bytes = cache_bytes

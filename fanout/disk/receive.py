@@ -22,7 +22,7 @@ from fanout.format.tree import DIR, FILE, HOLE, SYMLINK, Node, Ref
 from fanout.runtime import Runtime
 from fanout.store.base import Store
 
-__all__ = ["MAX_PACK_BYTES", "Receiver"]
+__all__ = ["MAX_PACK_BYTES", "Receiver", "check_node"]
 
 #: The largest pack that is taken, and the largest frame in it.
 MAX_PACK_BYTES = 64 << 20
@@ -86,7 +86,7 @@ class Receiver:
         seen: set[Ref] = set()
         before: bytes | None = None
         for path, node in nodes:
-            _check_node(path, node)
+            check_node(path, node)
             if before is not None and path <= before:
                 raise _bad(path, "paths come in byte order, each once")
             before = path
@@ -99,8 +99,6 @@ class Receiver:
         self._check_digests(digests, held)
 
     def _check_ref(self, path: bytes, ref: Ref, held: Mapping[bytes, bytes]) -> None:
-        if ref.skip < 0 or ref.skip + ref.size > ref.raw or ref.raw > _MAX_FRAME_BYTES or ref.length < -1:
-            raise _bad(path, "a run of it lies outside of its frame")
         if ref.pack in held:
             try:
                 decode_frame(memoryview(held[ref.pack])[ref.offset : ref.offset + ref.stored], ref, "")
@@ -160,7 +158,8 @@ def _verified(pack: bytes) -> _Frames:
     return frozenset(index)
 
 
-def _check_node(path: bytes, node: Node) -> None:
+def check_node(path: bytes, node: Node) -> None:
+    """Raise `Invalid` unless a tree can have this node; what its runs refer to is not looked at."""
     try:
         if tree_path("path", path) != path:
             raise Invalid.argument("path", path, "no leading '/'")
@@ -178,6 +177,12 @@ def _check_node(path: bytes, node: Node) -> None:
         raise _bad(path, "a link, and nothing else, points somewhere")
     if any(ref.pack == HOLE and (ref.offset, ref.stored, ref.hash, ref.skip) != (0, 0, b"", 0) for ref in node.data):
         raise _bad(path, "a hole of it is none")
+    if any(
+        ref.skip < 0 or ref.length < -1 or ref.skip + ref.size > ref.raw or min(ref.stored, ref.offset) < 0
+        or (ref.raw > _MAX_FRAME_BYTES and ref.pack != HOLE)
+        for ref in node.data
+    ):  # fmt: skip
+        raise _bad(path, "a run of it lies outside of its frame")
     if any(ref.size <= 0 for ref in node.data) or size_of(node.data) != node.size:
         raise _bad(path, f"its runs do not add up to {node.size} bytes")
     names = [name for name, _ in node.xattrs]
