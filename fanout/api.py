@@ -150,8 +150,18 @@ class Disk(ABC):
         """Remove a file, a link or an empty directory (a whole tree if `recursive`). What is not there is fine."""
 
     @abstractmethod
-    async def move(self, source: str, target: str) -> Commit:
-        """Rename a file or directory in one commit, whatever its size; `NotFound`, `Exists`."""
+    async def move(self, source: str, target: str, *, replace: bool = False) -> Commit:
+        """Rename a file or directory in one commit, whatever its size; `NotFound`, `Exists`.
+
+        `replace`: a file takes the place of a file or link that has the name; a directory never takes one.
+        """
+
+    @abstractmethod
+    async def copy(self, source: str, target: str, *, replace: bool = False) -> Commit:
+        """Make a second one of a file or directory in one commit that moves no data; otherwise like `move`.
+
+        The copies are of now. With `replace` a file may be copied onto itself, which only gives it the present time.
+        """
 
     @abstractmethod
     def list_objects(

@@ -6,7 +6,7 @@ Owns the bridge from its async calls to blocking ones, and what they answer. Dec
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
 from itertools import islice
@@ -177,12 +177,16 @@ class LocalDisk(Disk):
             partial(self.core.delete_object, self.point, path, recursive=recursive, author=self.author)
         )
 
-    async def move(self, source: str, target: str) -> Commit:
-        old, new = absolute("source", source), absolute("target", target)
-        if not old or not new:
-            raise Invalid.argument("source" if not old else "target", source if not old else target, "not the root")
-        landed = await anyio.to_thread.run_sync(self.core.move, self.point, old, new, self.author)
-        return self._commit(landed, f"move {shown(old)} to {shown(new)}", 0)
+    async def move(self, source: str, target: str, *, replace: bool = False) -> Commit:
+        return await self._moved("move", self.core.move, source, target, replace)
+
+    async def copy(self, source: str, target: str, *, replace: bool = False) -> Commit:
+        return await self._moved("copy", self.core.copy, source, target, replace)
+
+    async def _moved(self, what: str, act: Callable[..., Landed], source: str, target: str, replace: bool) -> Commit:
+        old, new = request.check_move(source, target, replace)
+        landed = await anyio.to_thread.run_sync(partial(act, self.point, old, new, self.author, replace=replace))
+        return self._commit(landed, f"{what} {shown(old)} to {shown(new)}", 0)
 
     async def list_objects(
         self, prefix: str = "", *, recursive: bool = True, start_after: str = ""

@@ -170,9 +170,13 @@ class Disk:
         """See `fanout.Disk.delete_object`."""
         self._bridge.call(lambda: self._inner.delete_object(key, recursive=recursive))
 
-    def move(self, source: str, target: str) -> Commit:
+    def move(self, source: str, target: str, *, replace: bool = False) -> Commit:
         """See `fanout.Disk.move`."""
-        return self._bridge.call(lambda: self._inner.move(source, target))
+        return self._bridge.call(lambda: self._inner.move(source, target, replace=replace))
+
+    def copy(self, source: str, target: str, *, replace: bool = False) -> Commit:
+        """See `fanout.Disk.copy`."""
+        return self._bridge.call(lambda: self._inner.copy(source, target, replace=replace))
 
     def list_objects(self, prefix: str = "", *, recursive: bool = True, start_after: str = "") -> Iterator[ObjectInfo]:
         """See `fanout.Disk.list_objects`."""

@@ -11,7 +11,7 @@ import posixpath
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from glob import has_magic
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from fsspec.asyn import sync_wrapper
 from fsspec.callbacks import DEFAULT_CALLBACK
 
 from fanout.api import Content, Disk
-from fanout.errors import Conflict, Exists, FanoutError, NotFound
+from fanout.errors import Conflict, FanoutError, NotFound
 from fanout.fs.file import FanoutFile, FanoutTransaction, Staged
 from fanout.fs.infos import Info, of_object
 from fanout.fs.names import look_up, os_error, place_of, refusal
@@ -70,15 +70,23 @@ class FanoutFileSystem(ReadableDisks):
         async def put(disk: Disk) -> None:
             if exclusive and await look_up(disk, key) is not None:
                 raise refusal(errno.EEXIST, path)
+            await disk.put_object(key, data, mode=mode)
+
+        # What comes bit by bit is gone after one attempt.
+        await self._change(path, put, again=isinstance(data, bytes))
+
+    async def _change(self, path: str, work: Callable[[Disk], Awaitable[Any]], *, again: bool = True) -> None:
+        """Do something that makes a file of `path`."""
+
+        async def change(disk: Disk) -> None:
             try:
-                await disk.put_object(key, data, mode=mode)
+                await work(disk)
             except Conflict as conflict:
-                there = await look_up(disk, key)
+                there = await look_up(disk, self._key(path))
                 is_directory = there is not None and there.kind == "directory"
                 raise refusal(errno.EISDIR if is_directory else errno.ENOTDIR, path) from conflict
 
-        # What comes bit by bit is gone after one attempt.
-        await self._on(path, put, again=isinstance(data, bytes))
+        await self._on(path, change, again=again)
         self.invalidate_cache(path)
 
     async def _store_together(self, files: Iterable[Staged]) -> None:
@@ -131,7 +139,8 @@ class FanoutFileSystem(ReadableDisks):
         if truncate or not await self._exists(path):
             await self._store(path, b"")
         else:
-            await self._cp_file(path, path)
+            key = f"/{self._key(path)}"
+            await self._change(path, lambda disk: disk.copy(key, key, replace=True))
 
     touch = sync_wrapper(_touch)
 
@@ -140,8 +149,11 @@ class FanoutFileSystem(ReadableDisks):
         info = await self._info(source, refresh=True)
         if info["type"] == "directory":
             await self._makedirs(target, exist_ok=True)
-        else:
+        elif place_of(source).line != place_of(target).line:
             await self._store(target, self._chunks(source), mode=info["mode"])
+        else:
+            old, new = info.get("destination") or self._key(source), self._key(target)
+            await self._change(target, lambda disk: disk.copy(f"/{old}", f"/{new}", replace=True))
 
     async def _mv(
         self, path1: Any, path2: Any, recursive: bool = False, maxdepth: int | None = None, **kwargs: Any
@@ -152,11 +164,12 @@ class FanoutFileSystem(ReadableDisks):
             source, target = self._strip_protocol(path1), self._strip_protocol(path2)
             if path2.endswith("/") or (source != target and await self._isdir(target)):
                 target = posixpath.join(target, posixpath.basename(source))
-            old, new = place_of(source), place_of(target)
             if source == target:
                 return
-            if old.line == new.line and old.key and new.key:
-                await self._rename(source, target)
+            (line, old), (other, new) = place_of(source), place_of(target)
+            if line == other and old and new:
+                await self._change(target, lambda disk: disk.move(f"/{old}", f"/{new}", replace=True))
+                self.invalidate_cache(source)
                 return
         await self._copy(path1, path2, recursive=recursive, maxdepth=maxdepth, on_error="raise")
         await self._rm(path1, recursive=recursive, maxdepth=maxdepth)
@@ -165,20 +178,6 @@ class FanoutFileSystem(ReadableDisks):
 
     async def _mv_file(self, path1: str, path2: str) -> None:
         await self._mv(path1, path2)
-
-    async def _rename(self, source: str, target: str) -> None:
-        old, new = self._key(source), self._key(target)
-
-        async def move(disk: Disk) -> None:
-            try:
-                await disk.move("/" + old, "/" + new)
-            except Exists:
-                await disk.delete_object(new)
-                await disk.move("/" + old, "/" + new)
-
-        await self._on(source, move)
-        self.invalidate_cache(source)
-        self.invalidate_cache(target)
 
     # Directories and removing --------------------------------------------------------------------------------
 

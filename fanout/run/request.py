@@ -13,7 +13,7 @@ from collections.abc import AsyncIterable, Iterable, Mapping
 from typing import Any, BinaryIO, cast, get_args
 
 from fanout.config import MAX_TIMEOUT_S
-from fanout.disk.paths import MAX_PATH_BYTES, tree_path
+from fanout.disk.paths import MAX_PATH_BYTES, absolute, tree_path
 from fanout.engine.base import Limits
 from fanout.errors import Invalid
 from fanout.model import CommitPolicy
@@ -32,6 +32,7 @@ __all__ = [
     "check_key",
     "check_limits",
     "check_mount_name",
+    "check_move",
     "check_network",
     "check_no_content",
     "check_object",
@@ -165,6 +166,17 @@ def check_object(key: object, mode: object) -> tuple[bytes, bool]:
     is_directory = isinstance(key, str) and key.endswith("/") and key.strip("/") != ""
     path = tree_path("key", key.rstrip("/") if is_directory and isinstance(key, str) else cast(str, key))
     return path, is_directory
+
+
+def check_move(source: object, target: object, replace: object) -> tuple[bytes, bytes]:
+    """Source and target of a move or copy are absolute paths below the root; returns the tree's keys of them."""
+    if not isinstance(replace, bool):
+        raise Invalid.argument("replace", replace, "True or False")
+    old, new = absolute("source", cast(str, source)), absolute("target", cast(str, target))
+    for argument, given, key in (("source", source, old), ("target", target, new)):
+        if not key:
+            raise Invalid.argument(argument, given, "not the root")
+    return old, new
 
 
 def check_range(start: object, end: object) -> None:

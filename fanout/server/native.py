@@ -141,7 +141,12 @@ def _objects(native: Native) -> None:
     @native.write("/disks/{disk}/move", "Rename a file or directory", body=wire.Moving)
     async def move(disk: LocalDisk, call: Call) -> Answer:
         body = call.body(wire.Moving)
-        return await disk.move(body.source, body.target)
+        return await disk.move(body.source, body.target, replace=body.replace)
+
+    @native.write("/disks/{disk}/copy", "Copy a file or directory, moving no data", body=wire.Moving)
+    async def copy(disk: LocalDisk, call: Call) -> Answer:
+        body = call.body(wire.Moving)
+        return await disk.copy(body.source, body.target, replace=body.replace)
 
 
 def _listings(native: Native) -> None:

@@ -294,6 +294,41 @@ async def test_move(disk: Disk) -> None:
             await disk.move(bad, "/x")
 
 
+async def test_copy_and_taking_a_place(disk: Disk) -> None:
+    await disk.put_object("d/a", b"a", mode=0o755)
+    await disk.put_object("d/deep/b", b"b")
+    commit = await disk.copy("/d", "/e/copy")
+    assert {change.path for change in commit.changes} >= {"e/copy/a", "e/copy/deep/b"}
+    assert await keys(disk) == ["d/a", "d/deep/b", "e/copy/a", "e/copy/deep/b"]
+    await disk.put_object("d/a", b"changed")
+    assert await disk.get_object("e/copy/a") == b"a"
+    copied = await disk.head_object("e/copy/a")
+    assert copied is not None
+    assert copied.mode == 0o755
+    with pytest.raises(Exists):
+        await disk.copy("/d/a", "/d/deep/b")
+    await disk.copy("/d/a", "/d/deep/b", replace=True)
+    await disk.move("/d/a", "/e/copy/a", replace=True)
+    assert await keys(disk) == ["d/deep/b", "e/copy/a", "e/copy/deep/b"]
+    assert await disk.get_object("e/copy/a") == await disk.get_object("d/deep/b") == b"changed"
+    await disk.copy("/e/copy/a", "/e/copy/a", replace=True)
+    touched = await disk.head_object("e/copy/a")
+    assert touched is not None
+    assert touched.last_modified > copied.last_modified
+    for source, target in (("/d", "/e"), ("/e/copy/a", "/d"), ("/d", "/e/copy/a")):
+        with pytest.raises(Exists):
+            await disk.copy(source, target, replace=True)
+    with pytest.raises(NotFound):
+        await disk.copy("/gone", "/x")
+    with pytest.raises(Invalid):
+        await disk.copy("/d", "/d/inside")
+    with pytest.raises(Invalid, match="replace"):
+        await disk.copy("/d", "/x", replace="yes")  # type: ignore[arg-type]
+    for bad in ("", "relative", "/", "/../x"):
+        with pytest.raises(Invalid):
+            await disk.copy(bad, "/x")
+
+
 async def test_listing_in_byte_order(disk: Disk) -> None:
     for key in ("a/b", "a-b", "a.b", "a0", "B", "z/y/x", "ab"):
         await disk.put_object(key, b"")
