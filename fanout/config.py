@@ -67,7 +67,8 @@ class Settings(BaseModel):
 
     `store`: file://, s3:// or memory:// URL. `cache_bytes`: bound of the host cache. `max_in_flight`: execs at once
     (default 8 per core). `root_dir`: a directory that commands see as / instead of the host's system directories.
-    `host_paths`: host paths (or `source:target`) that commands see read-only.
+    `host_paths`: host paths (or `source:target`) that commands see read-only. `qemu_pool`: VMs that the qemu engine
+    keeps booted once it is used. `qemu_memory_mib`: memory of a VM whose command has no limit of its own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -83,6 +84,8 @@ class Settings(BaseModel):
     s3_endpoint: str | None = None
     root_dir: Path | None = None
     host_paths: tuple[str, ...] = ()
+    qemu_pool: int = Field(2, ge=0, le=64)
+    qemu_memory_mib: int = Field(512, ge=128, le=1 << 20)
     output_bytes: int = Field(1 << 20, ge=1 << 10, le=1 << 30)
     author: str = ""
     tuning: Tuning = Tuning()

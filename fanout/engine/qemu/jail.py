@@ -29,6 +29,9 @@ OPTIONS = (
     *("--clearenv", "--setenv", "PATH", "/usr/bin:/bin", "--chdir", "/"),
 )
 
+#: How long a sandbox may take from its release to its program.
+BUILD_S = 30.0
+
 #: How long a killed one may take to be gone.
 DEATH_S = 60.0
 
@@ -89,14 +92,16 @@ class Jail:
             os.write(started.block, b"1")
         except BrokenPipeError:
             pass  # it ended; `poll` says so
-        finally:
-            os.close(started.block)
+        self._building = started.block  # breaks when the sandbox is built, right before the program runs
 
     def attach(self, top: str, mounts: Sequence[Mount]) -> None:
         """Mount below `top`, a directory in it; `EngineUnavailable` where that fails."""
         with self._reading:
             if self._reply is None:
                 raise EngineUnavailable("cannot mount in a sandbox: it is dead")
+            if self._building >= 0 and not _polled(self._building, 0, BUILD_S):
+                raise EngineUnavailable(f"a sandbox was not built within {BUILD_S:.0f} s")
+            self._close_building()
             self._spawner.attach(self._reply, top, mounts)
 
     def kill(self) -> None:
@@ -144,7 +149,7 @@ class Jail:
         ending = read_ending(self._reply.fileno())
         if ending is None:  # no spawner any more: its sandboxes die with it
             self.kill()
-            _readable(self._init_fd, DEATH_S)
+            _polled(self._init_fd, select.POLLIN, DEATH_S)
         self.returncode = -signal.SIGKILL if ending is None else os.waitstatus_to_exitcode(ending.status)
         self._reply.close()
         self._reply = None
@@ -152,11 +157,17 @@ class Jail:
             os.close(self._init_fd)
             self._init_fd = -1
         os.close(self._status)
+        self._close_building()
+
+    def _close_building(self) -> None:
+        building, self._building = self._building, -1
+        if building >= 0:
+            os.close(building)
 
 
-def _readable(fd: int, seconds: float) -> bool:
+def _polled(fd: int, events: int, seconds: float) -> bool:
     poll = select.poll()
-    poll.register(fd, select.POLLIN)
+    poll.register(fd, events)
     return bool(poll.poll(seconds * 1000))
 
 

@@ -119,11 +119,11 @@ class Share:
             return ""
 
     def end(self) -> None:
-        """Kill it and wait until it is dead, and with it the mounts. Once; then it must not be used any more."""
-        try:
-            self._jail.end()
-        finally:
-            os.close(self.output)
+        """Kill it and wait until it is dead, and with it the mounts; repeating it is harmless."""
+        self._jail.end()
+        output, self.output = self.output, -1
+        if output >= 0:
+            os.close(output)
 
 
 def find_virtiofsd() -> Virtiofsd:
@@ -142,7 +142,8 @@ def tree_options(
     root: Path | None, etc: str | None, host_paths: Sequence[tuple[str, str]], seen_at: Callable[[str], str]
 ) -> list[str]:
     """Return bwrap's options for the tree that a guest sees, but for a command's mounts. See `rootfs`."""
-    options = [word for path in ("", "/var") for word in ("--perms", "0755", "--dir", TOP + path)]
+    made = ["", "/var"] if root is None else [""]
+    options = [word for path in made for word in ("--perms", "0755", "--dir", TOP + path)]
     options += rootfs.tree_arguments(root, etc, seen_at, TOP)
     for path in GUEST_DIRECTORIES:
         options += ["--perms", "0755", "--dir", TOP + path]
