@@ -55,6 +55,7 @@ STDIN_WINDOW = 256 * 1024
 #: A credit that means: nobody reads stdin any more, send nothing.
 STDIN_CLOSED = 0xFFFFFFFF
 
+
 class Kind(IntEnum):
     """The types of frames: below 64 to the guest, from 64 on to the host."""
 
@@ -216,7 +217,7 @@ def encode_request(request: Request) -> bytes:
         add(_Field.ROOT, os.fsencode(request.root))
     for each in request.tmpfs:
         add(_Field.TMPFS, struct.pack("<IQ", each.mode, each.size_bytes) + os.fsencode(each.path))
-    pieces = [encode(Kind.REQUEST, fields[at : at + MAX_PAYLOAD]) for at in range(0, len(fields), MAX_PAYLOAD)]
+    pieces = [encode(Kind.REQUEST, bytes(fields[at : at + MAX_PAYLOAD])) for at in range(0, len(fields), MAX_PAYLOAD)]
     return b"".join([*pieces, encode(Kind.RUN)])
 
 

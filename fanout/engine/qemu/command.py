@@ -1,0 +1,86 @@
+"""What QEMU is asked to be: its command line and the kernel's.
+
+Owns the machine's shape, chosen for few devices, a quick boot without KVM and little memory. Knows no processes.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from typing import Literal
+
+from fanout.engine.qemu.clock import tsc_khz
+from fanout.engine.qemu.image import Image
+from fanout.errors import EngineUnavailable
+
+__all__ = ["Acceleration", "Guest", "command_line", "find_qemu"]
+
+Acceleration = Literal["kvm", "tcg"]
+
+MIB = 1024 * 1024
+
+#: What QEMU may keep of translated code. Less makes it translate again, more is memory of every VM.
+TRANSLATED_MIB = 32
+
+#: No PCI, no USB, no graphics: virtio over memory-mapped registers, one serial port.
+MACHINE = "microvm,x-option-roms=off,isa-serial=on,rtc=off,memory-backend=memory"
+
+#: QEMU may not call what it has no need for.
+SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
+
+#: `panic=-1` with -no-reboot ends QEMU when the kernel panics. `mitigations=off`: one tenant, nobody to spy on.
+KERNEL = (
+    *("console=ttyS0", "quiet", "loglevel=3", "panic=-1", "oops=panic", "reboot=t", "rdinit=/init"),
+    *("random.trust_cpu=on", "mitigations=off", "cryptomgr.notests"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Guest:
+    """What a VM is made of. Two equal ones are interchangeable: the key of a pool.
+
+    `memory_bytes` is all the guest's memory: kernel, page cache and the command's. `netdev` is the value of QEMU's
+    `-netdev` without its id (like "user,restrict=off"), None for no network device at all.
+    """
+
+    memory_bytes: int = 256 * MIB
+    cpus: int = 1
+    acceleration: Acceleration = "tcg"
+    netdev: str | None = None
+
+
+def find_qemu() -> str:
+    """Return the path of QEMU for this machine, or say what to install."""
+    found = shutil.which("qemu-system-x86_64")
+    if found is None:
+        raise EngineUnavailable("there is no qemu-system-x86_64: install qemu-system-x86 (Debian, Ubuntu)")
+    return found
+
+
+def command_line(image: Image, guest: Guest, agent: int, console: int, filesystem: int | None) -> list[str]:
+    """Return QEMU's argv; the numbers are of inherited sockets: to the agent, the console and virtiofsd."""
+    size_mib = -(-guest.memory_bytes // MIB)
+    kernel = [*KERNEL]
+    if guest.acceleration == "kvm":
+        accelerator, cpu = "kvm", "host"
+    else:
+        threads = "single" if guest.cpus == 1 else "multi"
+        accelerator, cpu = f"tcg,thread={threads},tb-size={TRANSLATED_MIB}", "max"
+        # QEMU gives its own counter to the guest, and no device there to measure it against in time.
+        kernel += [f"tsc_early_khz={tsc_khz()}", "no_timer_check"]
+    argv = [
+        *(find_qemu(), "-M", MACHINE, "-accel", accelerator, "-cpu", cpu, "-smp", str(guest.cpus)),
+        *("-m", f"{size_mib}M", "-object", f"memory-backend-memfd,id=memory,size={size_mib}M,share=on"),
+        *("-nodefaults", "-no-user-config", "-display", "none", "-monitor", "none", "-no-reboot"),
+        *("-sandbox", SANDBOX, "-global", "virtio-mmio.force-legacy=false"),
+        *("-kernel", str(image.kernel), "-initrd", str(image.initramfs), "-append", " ".join(kernel)),
+        *("-chardev", f"socket,id=console,fd={console}", "-serial", "chardev:console"),
+        *("-chardev", f"socket,id=agent,fd={agent}", "-device", "virtio-serial-device,max_ports=2"),
+        *("-device", "virtserialport,chardev=agent,nr=1"),
+    ]
+    if filesystem is not None:
+        argv += ["-chardev", f"socket,id=files,fd={filesystem}"]
+        argv += ["-device", "vhost-user-fs-device,chardev=files,tag=root,queue-size=256"]
+    if guest.netdev is not None:
+        argv += ["-netdev", f"{guest.netdev},id=net", "-device", "virtio-net-device,netdev=net"]
+    return argv
