@@ -1,7 +1,7 @@
 """Layers as another user's: mounts in which what is root's on the disk belongs to one sandbox's user.
 
-Owns mounting them, and showing host paths where such a user can reach them. Who the users are is `identities.py`'s.
-Part of the spawner process, so it imports the standard library only.
+Owns mounting them, and showing host paths and the one device that such a user needs. Who the users are, `identities.py`
+tells. Part of the spawner process, so it imports the standard library only.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ if __package__:
 else:
     import overlay  # type: ignore[no-redef, import-not-found]
 
-__all__ = ["LAYERS", "SHOWN", "NotMapped", "mount", "show"]
+__all__ = ["LAYERS", "SHOWN", "NotMapped", "mount", "open_tunnels", "show"]
 
 #: Below it is shown what a sandbox's user could not reach by its own path.
 SHOWN = f"{overlay.MOUNT_ROOT}/shown"
 
 #: Where layers are attached for the moment in which an overlay of them is mounted.
 LAYERS = f"{overlay.MOUNT_ROOT}/layers".encode()
+
+TUN = "/dev/net/tun"
 
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC = 0x1, 0x2, 0x4, 0x20, 0x1000, 0x4000
 
@@ -88,6 +90,26 @@ def show(paths: Sequence[str]) -> None:
         else:
             os.close(os.open(place, os.O_CREAT | os.O_EXCL, 0o644))
         _bind(os.fsencode(path), place.encode(), MS_BIND | MS_REC)
+
+
+def open_tunnels() -> None:
+    """Let everybody in this namespace open /dev/net/tun, as on hosts with udev; a sandbox sees no such device."""
+    try:
+        found = os.stat(TUN)
+    except OSError:
+        return  # who asks for a network is told
+    if found.st_mode & 0o006 == 0o006:
+        return
+    place = f"{overlay.MOUNT_ROOT}/devices"
+    os.mkdir(place)
+    data = ctypes.c_char_p(b"mode=0711,size=16k")
+    _checked(_libc.mount(b"fanout", place.encode(), b"tmpfs", ctypes.c_ulong(MS_NOSUID), data), b"tmpfs")
+    try:
+        os.mknod(f"{place}/tun", stat.S_IFCHR, found.st_rdev)
+        os.chmod(f"{place}/tun", 0o666)
+        _bind(f"{place}/tun".encode(), TUN.encode(), MS_BIND)
+    except OSError:
+        pass  # no device can be made here: who asks for a network is told
 
 
 def _tree(path: bytes, mapping: int, attributes: int) -> int:

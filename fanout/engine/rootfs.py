@@ -11,6 +11,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from fanout.engine.network import RESOLV_CONF
 from fanout.engine.owned import OwnedDirectory
 from fanout.errors import EngineUnavailable, Invalid
 
@@ -50,6 +51,7 @@ WRITTEN = {
     "group": "root:x:0:\nnogroup:x:65534:\n",
     "hosts": "127.0.0.1\tlocalhost fanout\n::1\tlocalhost\n",
     "hostname": "fanout\n",
+    "resolv.conf": RESOLV_CONF,
     "nsswitch.conf": "".join(f"{kind}: files\n" for kind in ("passwd", "group", "networks", "protocols", "services"))
     + "hosts: files dns\n",
 }

@@ -22,7 +22,6 @@ import array
 import ctypes
 import errno
 import fcntl
-import io
 import marshal
 import os
 import re
@@ -32,18 +31,20 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 
 if __package__:
-    from fanout.engine import attach, identities, mapped, orphans, overlay
+    from fanout.engine import attach, identities, mapped, network, orphans, overlay
+    from fanout.engine.spawned import Children, Sandbox, acting_as, limit, moves
 else:  # run by its path: of this directory it takes these modules
     sys.path.append(os.path.dirname(os.path.abspath(__file__)))
     import attach  # type: ignore[no-redef, import-not-found]
     import identities  # type: ignore[no-redef, import-not-found]
     import mapped  # type: ignore[no-redef, import-not-found]
+    import network  # type: ignore[no-redef, import-not-found]
     import orphans  # type: ignore[no-redef, import-not-found]
     import overlay  # type: ignore[no-redef, import-not-found]
+    from spawned import Children, Sandbox, acting_as, limit, moves  # type: ignore[no-redef, import-not-found]
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -79,44 +80,6 @@ SWEEP_S = 0.05
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class Sandbox:
-    """One request and what became of it; descriptors are -1 where closed."""
-
-    __slots__ = (
-        *("argv", "ended", "hold", "identity", "init", "init_fd", "monitor", "mounted", "numbers", "overlays"),
-        *("reply", "rlimits", "said", "status", "streams", "tried_until_s", "usage", "why"),
-    )
-
-    def __init__(
-        self,
-        reply: socket.socket,
-        streams: list[int],
-        argv: tuple[bytes, ...],
-        overlays: Sequence[overlay.Overlay],
-        numbers: tuple[int, ...],
-        rlimits: tuple[tuple[int, int], ...],
-        identity: identities.Identity | None,
-    ) -> None:
-        self.reply = reply
-        self.identity = identity  # whom it runs as, if not as this process's user
-        self.streams = streams  # stdin, stdout, stderr, arguments, then others; closed once the monitor has them
-        self.numbers = numbers  # of the arguments, the status, what holds it, the filter, and the others, in the child
-        self.argv = argv
-        self.rlimits = rlimits
-        self.overlays = overlays
-        self.mounted = 0  # so many of the overlays, and not yet detached
-        self.tried_until_s = time.monotonic() + BUSY_S
-        self.monitor = 0
-        self.status = -1  # until the monitor has said what its init is
-        self.hold = -1  # the writing end of what holds the init: without it, fanout's death would let it go on
-        self.init = 0
-        self.init_fd = -1
-        self.ended: tuple[int, float, int] | None = None  # the monitor: wait status, CPU seconds, peak bytes
-        self.usage: tuple[float, int] | None = None  # the init with all that was in it, if it fell to us
-        self.said = b""  # the monitor, of its init
-        self.why = ""  # it was not made, where bwrap's own words do not tell
-
-
 class Ended(Exception):
     """There is nobody any more to start sandboxes for."""
 
@@ -138,6 +101,7 @@ class Spawner:
         self.filter = f"/proc/self/fd/{filter}"
         self.mark = orphans.mark()
         self.monitors: dict[int, Sandbox] = {}
+        self.connections: set[int] = set()  # processes that lead out of sandboxes
         self.inits: dict[int, Sandbox] = {}
         self.busy: list[Sandbox] = []
         self.children = Children()
@@ -174,9 +138,13 @@ class Spawner:
     def close(self, fd: int) -> None:
         """Close a descriptor that may be watched, and may be open elsewhere."""
         if fd >= 0:
-            if self.handlers.pop(fd, None) is not None:
-                self.epoll.unregister(fd)
+            self.unwatch(fd)
             os.close(fd)
+
+    def unwatch(self, fd: int) -> None:
+        """Watch a descriptor no more, which stays open."""
+        if self.handlers.pop(fd, None) is not None:
+            self.epoll.unregister(fd)
 
     def parent_died(self) -> None:
         raise Ended
@@ -210,9 +178,12 @@ class Spawner:
             with open(fds.pop(), "rb", buffering=0) as file:
                 file.seek(0)
                 body = file.readall()
-        argv, overlays, numbers, rlimits = marshal.loads(body)
+        argv, overlays, numbers, rlimits, way_out = marshal.loads(body)
         reply = socket.socket(fileno=fds.pop(0))
-        sandbox = Sandbox(reply, list(fds), argv, overlays, numbers, rlimits, self.users.take() if self.users else None)
+        out = network.Network(*way_out) if way_out else None
+        user = self.users.take() if self.users else None
+        until_s = time.monotonic() + BUSY_S
+        sandbox = Sandbox(reply, list(fds), argv, overlays, numbers, rlimits, out, user, until_s)
         self.watch(reply.fileno(), select.EPOLLIN | select.EPOLLRDHUP, lambda: self.hear(sandbox))
         self.start(sandbox)
 
@@ -223,7 +194,7 @@ class Spawner:
                 os.makedirs(wanted[0], exist_ok=True)
                 mapped.mount(wanted, self.options, sandbox.identity.mapping if sandbox.identity else -1)
                 sandbox.mounted += 1
-            with _acting_as(sandbox.identity):
+            with acting_as(sandbox.identity):
                 self.spawn(sandbox)
         except mapped.NotMapped as error:
             assert self.users is not None
@@ -254,7 +225,7 @@ class Spawner:
                 sandbox.argv[0],
                 sandbox.argv,
                 self.mark,
-                file_actions=[*_moves(wanted), opened],
+                file_actions=[*moves(wanted, RESERVED), opened],
                 setsid=True,
                 setsigmask=(),
                 setsigdef=SIGNALS,
@@ -272,7 +243,7 @@ class Spawner:
 
     def take_init(self, sandbox: Sandbox) -> None:
         """Read what the monitor says of its init, and hand the sandbox over."""
-        if sandbox.status < 0:
+        if sandbox.status < 0 or sandbox.init:
             return
         try:
             text = os.read(sandbox.status, 4096)
@@ -287,9 +258,11 @@ class Spawner:
             return
         try:
             sandbox.init_fd = os.pidfd_open(int(found[1]))
-            with _acting_as(sandbox.identity):  # whose it is may limit it; root itself may not everywhere
+            with acting_as(sandbox.identity):  # whose it is may limit it; root itself may not everywhere
                 for which, most in sandbox.rlimits:
-                    _limit(int(found[1]), which, most)
+                    limit(int(found[1]), which, most)
+            if sandbox.way_out is not None:
+                self.connect(sandbox, sandbox.way_out, int(found[1]))
         except OSError as error:  # what is left of it ends with its monitor, or is swept
             if error.errno != errno.ESRCH:
                 sandbox.why = f"cannot start a sandbox: {error}"
@@ -299,6 +272,33 @@ class Spawner:
         sandbox.init = int(found[1])
         self.inits[sandbox.init] = sandbox
         self.detach(sandbox)
+        if sandbox.connection is None:
+            self.hand_over(sandbox)
+
+    def connect(self, sandbox: Sandbox, way_out: network.Network, init: int) -> None:
+        """Start what leads out of a sandbox; it is handed over when that is ready."""
+        made = sandbox.connection = network.start(way_out, init, sandbox.identity and sandbox.identity.number)
+        self.connections.add(made.pid)
+        self.unwatch(sandbox.status)
+        self.watch(made.ready, select.EPOLLIN, lambda: self.take_connection(sandbox, made))
+
+    def take_connection(self, sandbox: Sandbox, made: network.Connection) -> None:
+        """Hand a sandbox over that has its network, or kill it if it will have none."""
+        try:
+            ready = os.read(made.ready, 1)
+        except BlockingIOError:
+            return
+        self.unwatch(made.ready)
+        if ready:
+            self.hand_over(sandbox)
+        else:
+            said = os.read(made.said, 4096).decode(errors="replace").strip()
+            sandbox.why = f"cannot connect a sandbox to the network: {said or 'slirp4netns ended without a word'}"
+            self.kill(sandbox)
+
+    def hand_over(self, sandbox: Sandbox) -> None:
+        """Give a sandbox that is made to whoever asked for it."""
+        sandbox.up = True
         _send(sandbox.reply, ("up", sandbox.monitor, sandbox.init), (sandbox.init_fd, sandbox.status, sandbox.hold))
         self.unwatch_status(sandbox)
 
@@ -378,6 +378,12 @@ class Spawner:
             self.close(fd)
         sandbox.status = sandbox.hold = sandbox.init_fd = -1
         sandbox.streams = []
+        if sandbox.connection is not None:
+            if sandbox.connection.pid in self.connections:
+                os.kill(sandbox.connection.pid, signal.SIGKILL)
+            for fd in sandbox.connection[1:]:
+                self.close(fd)
+            sandbox.connection = None
         if self.users is not None and sandbox.identity is not None:
             self.users.give_back(sandbox.identity)
             sandbox.identity = None
@@ -407,6 +413,8 @@ class Spawner:
                 self.fail(sandbox, sandbox.why)
             elif sandbox.usage is not None or not _kill_init(sandbox):
                 self.tell_end(sandbox)
+        elif pid in self.connections:
+            self.connections.discard(pid)
         elif (sandbox := self.inits.get(pid)) is not None:
             sandbox.usage = (cpu_s, rss)
             if sandbox.ended is not None:
@@ -415,13 +423,16 @@ class Spawner:
 
     def tell_end(self, sandbox: Sandbox) -> None:
         """Say how a sandbox ended: every process of it is dead and collected."""
+        if not sandbox.up:
+            self.fail(sandbox, sandbox.why or "the sandbox died while it was made")
+            return
         _send(sandbox.reply, ("end", sandbox.ended, sandbox.usage))
         self.forget(sandbox)
 
     def sweep(self) -> None:
         """Kill every child that is no monitor: an init without one."""
         for pid in self.children.pids():
-            if pid not in self.monitors:
+            if pid not in self.monitors and pid not in self.connections:
                 os.kill(pid, signal.SIGKILL)
 
     def end(self) -> None:
@@ -446,66 +457,6 @@ class Spawner:
                         pass
             except ChildProcessError:
                 return
-
-
-class Children:
-    """This process's children, zombies too. What it reads is open from the start: files may be short later."""
-
-    def __init__(self) -> None:
-        self._listed: io.FileIO | None = None
-        try:
-            self._listed = io.FileIO(f"/proc/self/task/{os.getpid()}/children")
-        except FileNotFoundError:
-            pass  # a kernel without it
-
-    def pids(self) -> list[int]:
-        """Return them; OSError where there is no telling."""
-        if self._listed is not None:
-            self._listed.seek(0)
-            return [int(pid) for pid in self._listed.readall().split()]
-        found = []
-        for pid in filter(str.isdigit, os.listdir("/proc")):
-            try:
-                with open(f"/proc/{pid}/stat", "rb", buffering=0) as file:
-                    parent = int(file.read(4096).rpartition(b")")[2].split()[1])
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if parent == os.getpid():
-                found.append(int(pid))
-        return found
-
-
-def _moves(wanted: Sequence[tuple[int, int]]) -> list[tuple[Any, ...]]:
-    """Return what gives a child these descriptors under these numbers, in whatever order they overlap."""
-    if all(number < RESERVED for _, number in wanted):  # then none is one of ours
-        return [(os.POSIX_SPAWN_DUP2, fd, number) for fd, number in wanted]
-    free = max(number for pair in wanted for number in pair) + 1
-    moves: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_DUP2, fd, free + i) for i, (fd, _) in enumerate(wanted)]
-    for i, (_, number) in enumerate(wanted):
-        moves += [(os.POSIX_SPAWN_DUP2, free + i, number), (os.POSIX_SPAWN_CLOSE, free + i)]
-    return moves
-
-
-def _limit(pid: int, which: int, most: int) -> None:
-    """Set one limit of a process, as far as it may have that much."""
-    _, hard = resource.prlimit(pid, which)
-    most = most if hard == resource.RLIM_INFINITY else min(hard, most)
-    resource.prlimit(pid, which, (most, most))
-
-
-@contextmanager
-def _acting_as(identity: identities.Identity | None) -> Iterator[None]:
-    """Be somebody else for a moment; what is started then keeps no right of ours."""
-    if identity is None:
-        yield
-        return
-    os.setresgid(identity.number, identity.number, 0)
-    os.setresuid(identity.number, identity.number, 0)
-    try:
-        yield
-    finally:
-        os.setresuid(0, 0, 0)
-        os.setresgid(0, 0, 0)
 
 
 def _kill_init(sandbox: Sandbox) -> bool:
@@ -565,6 +516,7 @@ def main(link_fd: int, parent: int, filter: int, private_mounts: bool, shown: Se
         if private_mounts:
             options = overlay.enter_private_namespace()
             mapped.show(shown)
+            mapped.open_tunnels()
             os.setgroups(())
             users = identities.Identities()
         spawner = Spawner(link, parent, filter, options, users)

@@ -25,6 +25,7 @@ from typing import Any
 
 from fanout.engine import mapped, orphans, overlay, spawner
 from fanout.engine.base import Mount
+from fanout.engine.network import Network
 from fanout.errors import EngineUnavailable
 
 __all__ = ["Child", "Ending", "Spawner", "SpawnerGone", "Started", "memory_file", "read_ending"]
@@ -51,8 +52,9 @@ class SpawnerGone(EngineUnavailable):
 class Child:
     """What to start: a program with its three streams and bwrap's arguments (fds of ours), and overlays to mount.
 
-    `rlimits` (which, how much) hold for the sandbox, as far as this process has that much itself. `others` are
-    descriptors (fd, number in the child) it gets beside those, `numbers` where it finds bwrap's arguments,
+    `network` leads out of its network namespace, which it must unshare. `rlimits` (which, how much) hold for the
+    sandbox, as far as this process has that much itself. `others` are descriptors (fd, number in the child) it gets
+    beside those, `numbers` where it finds bwrap's arguments,
     its status, what holds it, and the filter.
     """
 
@@ -63,6 +65,7 @@ class Child:
     args: int
     overlays: Sequence[tuple[str, Mount]] = ()
     rlimits: Sequence[tuple[int, int]] = ()
+    network: Network | None = None
     others: Sequence[tuple[int, int]] = ()
     numbers: tuple[int, int, int, int] = (spawner.ARGS, spawner.STATUS, spawner.BLOCK, spawner.FILTER)
 
@@ -210,7 +213,9 @@ class Spawner:
     def _send(self, child: Child, reply: int) -> None:
         overlays = [_overlay(point, mount) for point, mount in child.overlays]
         numbers = (*child.numbers, *(number for _, number in child.others))
-        body = marshal.dumps((tuple(map(os.fsencode, child.argv)), overlays, numbers, tuple(child.rlimits)))
+        argv, rlimits = tuple(map(os.fsencode, child.argv)), tuple(child.rlimits)
+        way_out = child.network and (child.network.program, child.network.denied)
+        body = marshal.dumps((argv, overlays, numbers, rlimits, way_out))
         fds = [reply, child.stdin, child.stdout, child.stderr, child.args, *(fd for fd, _ in child.others)]
         large = -1
         if len(body) > spawner.INLINE_BYTES:

@@ -1,0 +1,19 @@
+"""The engines of a test run, by name: each way of isolating a command that this version has.
+
+`bubblewrap-kernel` is the one for root, `bubblewrap-bwrap` mounts as an unprivileged user's does.
+"""
+
+from __future__ import annotations
+
+from fanout.engine.base import Engine
+
+__all__ = ["ENGINES", "make_engine"]
+
+ENGINES = ("bubblewrap-kernel", "bubblewrap-bwrap")
+
+
+def make_engine(name: str) -> Engine:
+    """Make one; whether it works here its `probe` tells."""
+    from fanout.engine.bubblewrap import BubblewrapEngine
+
+    return BubblewrapEngine(overlay="kernel" if name == "bubblewrap-kernel" else "bwrap")
