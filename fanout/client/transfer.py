@@ -270,8 +270,14 @@ class _FarTree:
 @asynccontextmanager
 async def _far(http: Http, disk: str, line: str) -> AsyncIterator[_Far]:
     http.check_open()
+    failure: Exception | None = None
     async with BlockingPortal() as portal:
-        yield _Far(http, disk, line, portal)
+        try:
+            yield _Far(http, disk, line, portal)
+        except Exception as error:
+            failure = error  # not as a group of one
+    if failure is not None:
+        raise failure
 
 
 async def _frames(nodes: list[tuple[bytes, Node]], blobs: Mapping[bytes, bytes]) -> AsyncIterator[bytes]:

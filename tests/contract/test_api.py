@@ -16,7 +16,7 @@ from fanout.api import Disk, Fanout
 from fanout.errors import Conflict, Denied, Exists, Invalid, NotFound
 from fanout.store.local import LocalStore
 from fanout.store.memory import MemoryStore
-from tests.support.connections import connected
+from tests.support.connections import connected, remote
 
 pytestmark = pytest.mark.anyio
 
@@ -26,11 +26,15 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="module", params=["memory", "local", pytest.param("s3", marks=pytest.mark.s3)])
+@pytest.fixture(scope="module", params=["memory", "local", "remote", pytest.param("s3", marks=pytest.mark.s3)])
 async def fo(
     request: pytest.FixtureRequest, anyio_backend: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Fanout]:
     top = tmp_path_factory.mktemp("api")
+    if request.param == "remote":
+        async with remote(request.getfixturevalue("remote_server")) as fo:
+            yield fo
+        return
     if request.param == "memory":
         store: Any = MemoryStore()
     elif request.param == "local":

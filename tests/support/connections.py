@@ -11,11 +11,13 @@ import anyio
 import anyio.to_thread
 
 from fanout.api import Disk, Fanout
+from fanout.client import RemoteFanout
 from fanout.config import Settings
 from fanout.local import LocalFanout
 from fanout.runtime import Runtime, system
 from fanout.store.base import Store
 from tests.support.disks import new_disk
+from tests.support.serving import Running
 
 
 @asynccontextmanager
@@ -25,6 +27,14 @@ async def connected(
     """Open an embedded connection on a store and a cache directory of its own."""
     loaded = Settings.load({}, store="memory://", cache_dir=cache_dir, author="tester", **settings)
     async with LocalFanout(loaded, store=store, runtime=runtime) as fo:
+        yield fo
+
+
+@asynccontextmanager
+async def remote(server: Running, **settings: object) -> AsyncIterator[Fanout]:
+    """Open a connection to a server, as its administrator."""
+    loaded = Settings.load({}, url=server.url, api_key=server.token, **settings)
+    async with RemoteFanout(loaded) as fo:
         yield fo
 
 
