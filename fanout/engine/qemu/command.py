@@ -22,8 +22,9 @@ MIB = 1024 * 1024
 #: What QEMU may keep of translated code. Less makes it translate again, more is memory of every VM.
 TRANSLATED_MIB = 32
 
-#: No PCI, no USB, no graphics: virtio over memory-mapped registers, one serial port.
-MACHINE = "microvm,x-option-roms=off,isa-serial=on,rtc=off,memory-backend=memory"
+#: No PCI, no USB, no graphics: virtio over memory-mapped registers, one serial port. The kernel waits seconds for a clock
+#: (rtc) that is not there.
+MACHINE = "microvm,x-option-roms=off,isa-serial=on,rtc=on,memory-backend=memory"
 
 #: QEMU may not call what it has no need for.
 SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
