@@ -85,7 +85,7 @@ class Jail:
         self._init_fd = started.init_fd
         self._signalling = threading.Lock()  # to use or close init_fd: its number is soon another's
         self._reading = threading.Lock()  # to read or close the socket
-        self.pid = started.init
+        self.init = started.init
         self.returncode: int | None = None
         self._status = started.status  # unread, but open: bwrap writes to it at the end
         try:
@@ -93,6 +93,15 @@ class Jail:
         except BrokenPipeError:
             pass  # it ended; `poll` says so
         self._building = started.block  # breaks when the sandbox is built, right before the program runs
+
+    @property
+    def pid(self) -> int:
+        """The program's own process; that of its sandbox's init where it is not there yet, or any more."""
+        try:
+            with open(f"/proc/{self.init}/task/{self.init}/children") as file:
+                return int(file.read().split()[0])
+        except (OSError, IndexError):
+            return self.init
 
     def attach(self, top: str, mounts: Sequence[Mount]) -> None:
         """Mount below `top`, a directory in it; `EngineUnavailable` where that fails."""
@@ -137,7 +146,7 @@ class Jail:
         try:
             self.wait(DEATH_S)
         except subprocess.TimeoutExpired:
-            raise EngineUnavailable(f"process {self.pid} is still there {DEATH_S:.0f} s after it was killed") from None
+            raise EngineUnavailable(f"process {self.init} is still there {DEATH_S:.0f} s after it was killed") from None
 
     def _await_end(self, timeout: float | None) -> None:
         assert self._reply is not None

@@ -100,6 +100,7 @@ class Share:
 
     @property
     def pid(self) -> int:
+        """The process that serves the guest."""
         return self._jail.pid
 
     def attach(self, mounts: Sequence[Mount]) -> None:

@@ -117,7 +117,7 @@ class VM:
             machine, share, self._share = self._machine, self._share, None
         try:
             if machine is not None:
-                machine.kill()
+                machine.close()
         finally:
             if share is not None:
                 share.end()

@@ -1,0 +1,359 @@
+"""The qemu engine: every command in a virtual machine of its own, with its own kernel.
+
+Owns what a VM is made with on this host, and how a command's spec becomes a request to a guest. VMs and who gets which
+are `pool.py`'s, one VM `vm.py`'s. The file system a guest sees is the host's overlay, served by virtiofsd; so layers
+are the same as the bubblewrap engine's, in both its tiers (root, or not).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import select
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from fanout.engine import hints, limits, rootfs, seccomp
+from fanout.engine.base import Engine, Exit, Limits, Process, Sink, Spec, check_spec
+from fanout.engine.bubblewrap import (
+    CAPABILITIES,
+    Overlay,
+    check_directories,
+    find_bwrap,
+    home_of,
+    open_spawner,
+    raise_open_files,
+)
+from fanout.engine.owned import OwnedDirectory
+from fanout.engine.qemu import image
+from fanout.engine.qemu.machine import Acceleration, Guest
+from fanout.engine.qemu.plan import Plan
+from fanout.engine.qemu.pool import Pool
+from fanout.engine.qemu.protocol import Request, Tmpfs
+from fanout.engine.qemu.share import GUEST_DIRECTORIES, find_virtiofsd, tree_options
+from fanout.engine.qemu.vm import VM, Host
+from fanout.engine.spawning import Spawner
+from fanout.errors import EngineUnavailable, Invalid
+from fanout.runtime import Runtime, system
+
+__all__ = ["QemuEngine"]
+
+MIB = 1024 * 1024
+
+#: The beginning of the names of directories for sockets.
+DIRECTORY = "fanout-qemu-"
+
+#: What a guest's kernel and agent take of its memory: what a command may have is so much less.
+KERNEL_BYTES = 64 * MIB
+
+#: The least memory a guest boots with.
+LEAST_BYTES = 128 * MIB
+
+#: How much of the host's free memory VMs may take together, in percent.
+MEMORY_PERCENT = 85
+
+#: How long `start` waits for a VM that is being booted for it. Who must queue longer is started later.
+START_S = 2.0
+
+#: Numbers of capabilities (linux/capability.h): a command gets the same here as from the bubblewrap engine.
+NUMBERS = {
+    **{"CAP_CHOWN": 0, "CAP_DAC_OVERRIDE": 1, "CAP_FOWNER": 3, "CAP_FSETID": 4, "CAP_KILL": 5, "CAP_SETGID": 6},
+    **{"CAP_SETUID": 7, "CAP_NET_BIND_SERVICE": 10, "CAP_SYS_CHROOT": 18},
+}
+
+
+class QemuEngine(Engine):
+    """Runs each command in a fresh VM, from a pool of booted ones where one fits.
+
+    `root` and `host_paths` are as for `BubblewrapEngine`. `cache_dir` is where the guest's kernel and initramfs are
+    kept, made at first use. `memory_bytes` is the memory of a guest for a command without a limit of its own; one with
+    a limit gets that and what its kernel takes. `pool` is how many VMs are kept booted once the first was asked for.
+    `acceleration` None takes KVM where a VM boots with it, else TCG. `overlay` picks the tier of mounts, see there.
+
+    Raises `Invalid` for values out of range. What this host lacks shows in `probe` or the first `start`.
+    """
+
+    name = "qemu"
+
+    def __init__(
+        self,
+        *,
+        cache_dir: Path,
+        root: Path | None = None,
+        host_paths: Sequence[tuple[str, str]] = (),
+        memory_bytes: int = 512 * MIB,
+        pool: int = 2,
+        acceleration: Acceleration | None = None,
+        overlay: Overlay = "auto",
+        runtime: Runtime = system,
+    ) -> None:
+        if root is not None and not root.is_dir():
+            raise Invalid.argument("root", str(root), "must be a directory that holds a system")
+        if memory_bytes < LEAST_BYTES:
+            raise Invalid.argument("memory_bytes", memory_bytes, f"must be {LEAST_BYTES} (128 MiB) or more")
+        rootfs.check_host_paths(host_paths)
+        self._cache_dir = cache_dir
+        self._root = root
+        self._host_paths = tuple(host_paths)
+        self._memory_bytes = memory_bytes
+        self._pool_size = pool
+        self._acceleration = acceleration
+        self._overlay = overlay
+        self._runtime = runtime
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+        self._closed = False
+        self._probed = False
+        self._host: _Host | None = None
+
+    @property
+    def xattr_prefix(self) -> str:
+        """See `Engine.xattr_prefix`."""
+        return "trusted.overlay." if self._ready().private_mounts else "user.overlay."
+
+    @property
+    def acceleration(self) -> Acceleration:
+        """How guests are run here: "kvm" or "tcg"."""
+        return self._ready().acceleration
+
+    def counts(self) -> dict[str, int]:
+        """Return how many wait for a VM, how many boot, are ready, and run a command."""
+        return self._ready().pool.counts()
+
+    def probe(self) -> None:
+        """See `Engine.probe`. Runs a command over an overlay in a VM."""
+        if self._probed:
+            return
+        hints.run_probe(self)
+        self._probed = True
+
+    def start(self, spec: Spec) -> Process:
+        """See `Engine.start`. Where no VM is free, the command starts when its turn comes."""
+        check_spec(spec)
+        if spec.network:
+            raise EngineUnavailable("the qemu engine offers no network yet (network=True): use another engine")
+        rootfs.check_targets(self._root, [mount.target for mount in spec.mounts])
+        for mount in spec.mounts:
+            _check_target(mount.target)
+            check_directories(mount)
+        host = self._ready()
+        process = _Process(spec, host, self._request(spec), host.guest(spec.limits, self._memory_bytes))
+        process.launch()
+        return process
+
+    def close(self) -> None:
+        """See `Engine.close`."""
+        self._leave_parent()
+        with self._lock:
+            self._closed = True
+            host, self._host = self._host, None
+        if host is not None:
+            host.close()
+
+    def _request(self, spec: Spec) -> Request:
+        memory_bytes = spec.limits.memory_bytes or self._memory_bytes - KERNEL_BYTES
+        return Request(
+            argv=[os.fsencode(word) for word in spec.argv],
+            env=[os.fsencode(f"{name}={value}") for name, value in spec.env.items()],
+            cwd=os.fsencode(spec.cwd),
+            tmpfs=[
+                Tmpfs("/tmp", 0o1777, memory_bytes),
+                Tmpfs("/dev/shm", 0o1777, memory_bytes),
+                Tmpfs(rootfs.HOME, 0o700, memory_bytes),
+            ],
+            memory_bytes=memory_bytes,
+            pids=limits.PIDS_MAX,
+            cpus=spec.limits.cpus,
+            open_files=limits.OPEN_FILES,
+            capabilities=sum(1 << NUMBERS[name] for name in CAPABILITIES),
+            now_ns=self._runtime.now_ns(),
+            entropy=self._runtime.token_bytes(64),
+        )
+
+    def _ready(self) -> _Host:
+        self._leave_parent()
+        with self._lock:
+            if self._closed:
+                raise EngineUnavailable("the engine is closed")
+            if self._host is None:
+                self._host = _Host(self)
+            return self._host
+
+    def _leave_parent(self) -> None:
+        """In a forked child: VMs, their threads and their spawner are the parent's."""
+        if self._owner == os.getpid():
+            return
+        self._owner, self._lock = os.getpid(), threading.Lock()
+        if self._host is not None:
+            self._host.forget()
+            self._host = None
+
+
+class _Host:
+    """What the engine found out about this host, once, and holds for all its VMs."""
+
+    def __init__(self, engine: QemuEngine) -> None:
+        self.runtime = engine._runtime
+        self._virtiofsd = find_virtiofsd()
+        made = image.assemble(engine._cache_dir)
+        self.acceleration: Acceleration = engine._acceleration or "tcg"
+        root, host_paths = engine._root, engine._host_paths
+        bwrap = find_bwrap()
+        self._directory = OwnedDirectory(DIRECTORY)
+        self._etc = None if root is not None and (root / "etc").is_dir() else rootfs.Etc()
+        etc = self._etc.path if self._etc else None
+        files = [str(made.kernel), str(made.initramfs)]
+        self._shown = [home_of(bwrap), *files, *rootfs.private_paths(root, etc, host_paths)]
+        self._overlay = engine._overlay
+        self._lock = threading.Lock()
+        self._closed = False
+        spawner = self._new_spawner()
+        self.private_mounts = spawner.private_mounts
+        seen_at = spawner.seen_at
+        kernel, initramfs = map(Path, map(seen_at, files))
+        self._vms = Host(
+            spawner=spawner,
+            bwrap=bwrap.replace(home_of(bwrap), seen_at(home_of(bwrap)), 1),
+            virtiofsd=self._virtiofsd,
+            image=made,
+            files={str(made.kernel): str(kernel), str(made.initramfs): str(initramfs)},
+            tree=tree_options(root, etc, host_paths, seen_at),
+            directory=self._directory.path,
+            runtime=self.runtime,
+        )
+        pooled = Guest(memory_bytes=engine._memory_bytes, acceleration=self.acceleration)
+        plan = Plan(pooled, size=engine._pool_size, boots=_boots(), memory_bytes=_memory_for_vms())
+        self.pool = Pool(plan, self._make)
+        raise_open_files()
+
+    def guest(self, wanted: Limits, memory_bytes: int) -> Guest:
+        """Return what a command with these limits needs."""
+        if wanted.memory_bytes is not None:
+            memory_bytes = max(memory_bytes, _rounded(wanted.memory_bytes + KERNEL_BYTES))
+        cpus = min(len(os.sched_getaffinity(0)), math.ceil(wanted.cpus or 1))
+        return Guest(memory_bytes=memory_bytes, cpus=cpus, acceleration=self.acceleration)
+
+    def forget(self) -> None:
+        """In a forked child: all of it is the parent's."""
+        self._vms.spawner.forget()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+        self.pool.close()
+        self._vms.spawner.close()
+        self._directory.close()
+        if self._etc is not None:
+            self._etc.close()
+
+    def _new_spawner(self) -> Spawner:
+        return open_spawner(self._overlay, seccomp.program(), self._shown)
+
+    def _make(self, guest: Guest) -> VM:
+        """Return a VM to be; where the spawner died, and all VMs with it, there is another one."""
+        with self._lock:
+            if _is_dead(self._vms.spawner) and not self._closed:
+                self._vms.spawner.close()
+                self._vms = dataclasses.replace(self._vms, spawner=self._new_spawner())
+            return VM(self._vms, guest)
+
+
+class _Process(Process):
+    """One command, from waiting for a VM to that VM's end."""
+
+    def __init__(self, spec: Spec, host: _Host, request: Request, guest: Guest) -> None:
+        self._spec = spec
+        self._host = host
+        self._request = request
+        self._guest = guest
+        self._lock = threading.Lock()  # to change who holds what
+        self._killed = False
+        self._turn = host.pool.ask(guest)
+        self._vm: VM | None = None
+        self._warm = False
+        self._failure: BaseException | None = None
+        self._sent = threading.Event()  # or it will never be
+
+    def launch(self) -> None:
+        """Start the command as soon as there is a VM; waits for one that is being booted, but not for its turn."""
+        if self._turn.served.is_set():
+            self._begin()
+        else:
+            threading.Thread(target=self._begin, name="fanout-vm-start", daemon=True).start()
+            self._sent.wait(START_S)
+
+    def kill(self) -> None:
+        """See `Process.kill`."""
+        with self._lock:
+            self._killed = True
+            vm = self._vm
+        if vm is not None:
+            vm.kill()
+        else:
+            self._host.pool.give_up(self._turn)
+
+    def wait(self, sink: Sink) -> Exit:
+        """See `Process.wait`."""
+        self._sent.wait()
+        vm, limits = self._vm, self._spec.limits
+        if vm is None or self._failure is not None:
+            if self._killed:
+                now_s = self._host.runtime.monotonic()
+                return Exit("killed", None, now_s, now_s, 0.0, 0)
+            raise self._failure or EngineUnavailable("there was no VM")
+        try:
+            ended = vm.wait(sink, timeout_s=limits.timeout_s, grace_s=limits.grace_s)
+        finally:
+            self._host.pool.ended(vm)
+        return ended if self._warm else dataclasses.replace(ended, warm=False)
+
+    def _begin(self) -> None:
+        """Take the VM when it is there and send it the command."""
+        try:
+            self._turn.served.wait()
+            vm = self._turn.take()
+            with self._lock:
+                if vm is None or self._killed:
+                    return  # whoever killed it gives the VM back
+                self._vm, self._warm = vm, self._turn.warm
+            vm.send(self._spec.mounts, self._request, self._spec.stdin)
+        except BaseException as error:
+            self._failure = error
+            if self._vm is not None:
+                self._vm.end()
+                self._host.pool.ended(self._vm)
+        finally:
+            self._sent.set()
+
+
+def _is_dead(spawner: Spawner) -> bool:
+    poll = select.poll()
+    poll.register(spawner.pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def _check_target(target: str) -> None:
+    """Refuse mount targets where a guest mounts something of its own."""
+    for taken in GUEST_DIRECTORIES:
+        if target == taken or target.startswith(f"{taken}/"):
+            raise Invalid.argument("mount target", target, f"lies in {taken}, which a VM has for itself")
+
+
+def _rounded(size_bytes: int) -> int:
+    """Round memory up to what QEMU takes, and so that VMs of nearly the same size are the same."""
+    return -(-size_bytes // (32 * MIB)) * 32 * MIB
+
+
+def _boots() -> int:
+    """How many VMs boot at once: one a core, for booting is computing."""
+    return max(1, len(os.sched_getaffinity(0)))
+
+
+def _memory_for_vms() -> int:
+    """How much memory all VMs may take together: most of what is free now."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024 * MEMORY_PERCENT // 100
+    raise EngineUnavailable("/proc/meminfo does not tell how much memory is free")
