@@ -18,7 +18,9 @@ from benchmarks.harness import Report, Size, Skip, Workload, complain, machine, 
 from benchmarks.trees import remove
 
 #: Every workload is a module of this package with an `ABOUT` and a `run`.
-WORKLOADS = ("exec_start", "fanout", "commit", "branch", "memory", "cold_start", "scale", "commit_storm")
+WORKLOADS = (
+    "exec_start", "fanout", "commit", "branch", "memory", "cold_start", "scale", "commit_storm", "remote_exec",
+)  # fmt: skip
 
 
 def load(name: str) -> Workload:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import anyio.to_thread
 
 import fanout
-from benchmarks import peers, s3, trees
+from benchmarks import peers, s3_server, trees
 from benchmarks.harness import Report, Side, Size, Skip, Stats, interleave
 
 __all__ = ["ABOUT", "COPY_LIMIT", "TAR_LIMIT", "run"]
@@ -94,7 +94,10 @@ async def run(report: Report, size: Size, place: Path) -> None:
         await _measure(report, plan, place, source, tree)
         return
     try:
-        with s3.server(place) as endpoint, s3.bucket(endpoint, f"fanout-bench-cold-{os.getpid()}") as bucket:
+        with (
+            s3_server.server(place) as endpoint,
+            s3_server.bucket(endpoint, f"fanout-bench-cold-{os.getpid()}") as bucket,
+        ):
             source = _Source(
                 f"s3://{bucket}/fanout", endpoint, f"{bucket}/tree.tar", f"{bucket}/tree",
                 peers.s3_environment(endpoint),

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks import peers, s3, trees
+from benchmarks import peers, s3_server, trees
 from benchmarks.harness import Report, Side, Size, Skip, Stats, interleave, timed
 from fanout import Disk, Fanout, Settings
 from fanout.local import LocalFanout
@@ -69,7 +69,7 @@ async def run(report: Report, size: Size, place: Path) -> None:
         report.skip("S3", "starting a server takes too long for this size; FANOUT_TEST_S3_ENDPOINT may name one")
         return
     try:
-        with s3.server(place) as endpoint, s3.bucket(endpoint, f"fanout-bench-{os.getpid()}") as bucket:
+        with s3_server.server(place) as endpoint, s3_server.bucket(endpoint, f"fanout-bench-{os.getpid()}") as bucket:
             await _on_s3(report, plan, place, tree, endpoint, bucket)
     except Skip as reason:
         report.skip("S3", reason)

@@ -27,7 +27,7 @@ import anyio
 import anyio.to_thread
 
 import fanout
-from benchmarks import s3, trees
+from benchmarks import s3_server, trees
 from benchmarks.harness import Report, Side, Size, Skip, interleave
 
 __all__ = ["ABOUT", "PER_ENTRY", "RATE_LIMIT", "run"]
@@ -65,7 +65,10 @@ async def run(report: Report, size: Size, place: Path) -> None:
         report.skip("S3", "starting a server takes too long for this size; FANOUT_TEST_S3_ENDPOINT may name one")
         return
     try:
-        with s3.server(place) as endpoint, s3.bucket(endpoint, f"fanout-bench-storm-{os.getpid()}") as bucket:
+        with (
+            s3_server.server(place) as endpoint,
+            s3_server.bucket(endpoint, f"fanout-bench-storm-{os.getpid()}") as bucket,
+        ):
             put = partial(_put_objects, endpoint, bucket, itertools.count())
             await _storm(report, plan, place, f"s3://{bucket}/fanout", endpoint, put)
     except Skip as reason:

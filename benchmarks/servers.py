@@ -1,0 +1,21 @@
+"""A fanout server in a process of its own, as a client on another machine meets it.
+
+Owns its start and its end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from tests.support.serving import Running, running_server
+
+__all__ = ["fanout_server"]
+
+
+@contextmanager
+def fanout_server(place: Path, *arguments: str, options: Sequence[str] = ()) -> Iterator[Running]:
+    """Run `fanout OPTIONS serve ARGUMENTS` on a local store below `place`, without a log line for each request."""
+    with running_server(place, "--log-level", "WARNING", *arguments, options=options) as running:
+        yield running
