@@ -36,6 +36,7 @@ class RemoteFanout(Fanout):
         self.settings = settings
         self.runtime = runtime
         self.http = Http(settings.url, settings.api_key, runtime, http2=settings.http2)
+        self._keys: set[str] = set()
         self._gates: WeakKeyDictionary[Any, anyio.Semaphore] = WeakKeyDictionary()
         self.disks: RemoteDisks = RemoteDisks(self.http, runtime)
 
@@ -46,6 +47,11 @@ class RemoteFanout(Fanout):
 
     async def aclose(self) -> None:
         """Close the connections. Execs under way are killed and commit nothing; their callers get `Unavailable`."""
+        keys = list(self._keys)
+        await self.http.stop()
+        async with anyio.create_task_group() as group:
+            for key in keys:
+                group.start_soon(self._cancel, key)
         await self.http.aclose()
 
     async def exec(
@@ -69,16 +75,21 @@ class RemoteFanout(Fanout):
         }  # fmt: skip
         key = request.check_key(idempotency_key) or self.runtime.hex_id(32)
         body = self._body(command, options)
-        async with self._slot():
+        async with self._slot(), self._under_way(key):
             return wire.run_of(await self.http.call("POST", "/exec", body=body, key=key))
 
     async def stream(self, command: str, **options: Any) -> AsyncGenerator[Event, None]:
         if options.pop("idempotency_key", None) is not None:
             raise Invalid("idempotency_key is set: a stream cannot be joined; use exec")
         body = self._body(command, request.check_options(options))
+        key = self.runtime.hex_id(32)
         ended = False
         try:
-            async with self._slot(), aclosing(self.http.lines("POST", "/stream", body=body)) as lines:
+            async with (
+                self._slot(),
+                self._under_way(key),
+                aclosing(self.http.lines("POST", "/stream", body=body, key=key)) as lines,
+            ):
                 async for line in lines:
                     event = wire.event_of(line)
                     ended = isinstance(event, Finished)
@@ -98,6 +109,29 @@ class RemoteFanout(Fanout):
         gate = self._gates.setdefault(loop, anyio.Semaphore(self.settings.max_in_flight))
         async with gate:
             yield
+
+    @asynccontextmanager
+    async def _under_way(self, key: str) -> AsyncIterator[None]:
+        """See to it that when a call's caller has gone, so has everything of its exec."""
+        self._keys.add(key)
+        try:
+            yield
+        except (anyio.get_cancelled_exc_class(), GeneratorExit):
+            await self._cancel(key)
+            raise
+        finally:
+            self._keys.discard(key)
+
+    async def _cancel(self, key: str) -> None:
+        """Have an exec killed and wait a while until it is; its connection is closed, so it dies in any case."""
+        told = False
+        with anyio.CancelScope(shield=True):
+            while not told:
+                try:
+                    await self.http.farewell("DELETE", "/exec", {"key": key})
+                    told = True
+                except anyio.get_cancelled_exc_class():
+                    continue  # a task of asyncio, cancelled once more by its own method: no scope shields from that
 
     def _body(self, command: str, options: Mapping[str, Any]) -> dict[str, Any]:
         self.http.check_open()

@@ -101,15 +101,19 @@ class Http:
                 ) from None
             raise
 
-    async def aclose(self) -> None:
-        """Stop what is under way, whose callers get `Unavailable`, and close the connections of this event loop."""
+    async def stop(self) -> None:
+        """Take no more calls, and end those under way, whose callers get `Unavailable`."""
         self._opened = False
         for cancel in list(self._under_way.values()):
             cancel()
+        with anyio.CancelScope(shield=True), anyio.move_on_after(_CLOSE_S):
+            while self._under_way:
+                await anyio.sleep(0.001)
+
+    async def aclose(self) -> None:
+        """Stop, and close the connections of this event loop."""
+        await self.stop()
         with anyio.CancelScope(shield=True):
-            with anyio.move_on_after(_CLOSE_S):
-                while self._under_way:
-                    await anyio.sleep(0.001)
             client = self._clients.pop(_loop(), None)
             if client is not None:
                 await client.aclose()
@@ -147,6 +151,12 @@ class Http:
 
         return await self._repeated(once, key, attempts)
 
+    async def farewell(self, method: Method, path: str, query: Mapping[str, object]) -> None:
+        """Make a last call about something, even where this is closed; once, and whatever comes of it."""
+        url = self._base + path + wire.query(query)
+        with contextlib.suppress(FanoutError, Cut, _Later), anyio.move_on_after(_CLOSE_S):
+            await self._whole(method, url, None, {})
+
     async def rows(self, path: str, query: Mapping[str, object]) -> AsyncGenerator[dict[str, Any], None]:
         """Yield the rows of a list. One that was cut goes on where it ended, in the same commit's state."""
         seen = failures = 0
@@ -172,12 +182,13 @@ class Http:
                 await self.pause(failures)
 
     async def lines(
-        self, method: Method, path: str, query: Mapping[str, object] | None = None, *, body: object = None
-    ) -> AsyncGenerator[dict[str, Any], None]:
+        self, method: Method, path: str, query: Mapping[str, object] | None = None, *, body: object = None,
+        key: str | None = None,
+    ) -> AsyncGenerator[dict[str, Any], None]:  # fmt: skip
         """Yield the lines of an answer, JSON objects; one that is an error is raised. `Cut` where they break off."""
         content = None if body is None else wire.json_bytes(body)
         held = bytearray()
-        async with self.answer(method, path, query, content=content) as answer:
+        async with self.answer(method, path, query, content=content, key=key) as answer:
             async for part in answer.parts:
                 held += part
                 *whole, rest = bytes(held).split(b"\n")
@@ -193,8 +204,9 @@ class Http:
 
     @contextlib.asynccontextmanager
     async def answer(
-        self, method: Method, path: str, query: Mapping[str, object] | None = None, *, content: Body = None
-    ) -> AsyncIterator[Answer]:
+        self, method: Method, path: str, query: Mapping[str, object] | None = None, *, content: Body = None,
+        key: str | None = None,
+    ) -> AsyncIterator[Answer]:  # fmt: skip
         """Send a call and give its answer as it comes.
 
         Until it comes, a GET is sent again as in `call`; another only where the server cannot have begun (`Unknown`).
@@ -204,7 +216,7 @@ class Http:
         async def once(headers: dict[str, str]) -> httpx.Response:
             return await self._guarded(lambda: self._begun(method, url, content, headers))
 
-        response = await self._repeated(once, None, _ATTEMPTS, blind=method != "GET")
+        response = await self._repeated(once, key, _ATTEMPTS, blind=method != "GET")
         try:
             async with contextlib.aclosing(self._parts(response)) as parts:
                 yield Answer(response.headers, parts)

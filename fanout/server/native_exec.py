@@ -5,10 +5,11 @@ Owns who may mount what, and both answers. How an exec is run, counted and cance
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager, nullcontext
 from typing import Any
 
+import anyio
 from fastapi import Request, Response
 
 from fanout import wire
@@ -17,14 +18,58 @@ from fanout.model import Finished, Mount
 from fanout.server.answers import answer_of, success
 from fanout.server.caller import Caller, CallerOf
 from fanout.server.keys import Right
-from fanout.server.native_calls import Native
-from fanout.server.patient import Patient, Streaming
+from fanout.server.native_calls import Call, Native
+from fanout.server.patient import Held, Patient, Streaming
 from fanout.server.running import run_exec
 
 __all__ = ["add_routes"]
 
 
+class _UnderWay:
+    """The execs of this server that have a key, so that another call can cancel them and see them end."""
+
+    def __init__(self) -> None:
+        self._held: dict[tuple[str, str], list[tuple[anyio.CancelScope, anyio.Event]]] = {}
+
+    def holding(self, caller: Caller, key: str | None) -> Held:
+        """Return what holds the scope of an exec while it is under way."""
+
+        @contextmanager
+        def hold(scope: anyio.CancelScope) -> Iterator[None]:
+            mine, entry = (caller.principal.id, key or ""), (scope, anyio.Event())
+            self._held.setdefault(mine, []).append(entry)
+            try:
+                yield
+            finally:
+                entry[1].set()
+                self._held[mine].remove(entry)
+                if not self._held[mine]:
+                    del self._held[mine]
+
+        return hold if key is not None else lambda scope: nullcontext()
+
+    async def cancel(self, caller: Caller, key: str) -> int:
+        """Cancel the execs of a key and return how many when all of them are gone."""
+        found = list(self._held.get((caller.principal.id, key), ()))
+        for scope, _ in found:
+            scope.cancel()
+        for _, over in found:
+            await over.wait()
+        return len(found)
+
+
 def add_routes(native: Native) -> None:
+    under_way = _UnderWay()
+
+    async def cancel(request: Request, caller: CallerOf) -> Response:
+        """Kill the execs that were sent under an idempotency key; answered when nothing of them is left."""
+        call = Call(request, caller, ("key!",), b"")
+
+        async def work() -> Response:
+            return success({"cancelled": await under_way.cancel(caller, call.text("key"))})
+
+        return Patient(work, native.headers)
+
     async def exec_(request: Request, caller: CallerOf) -> Response:
         """Run a command in a fresh sandbox and answer with what became of it. Hanging up kills it."""
         key = native.key_of(request)
@@ -35,11 +80,11 @@ def add_routes(native: Native) -> None:
             run = await run_exec(request, caller, command, watched=False, disks=disks, idempotency_key=key, **options)
             return success(wire.run_fields(run))
 
-        return Patient(work, native.headers)
+        return Patient(work, native.headers, held=under_way.holding(caller, key))
 
     async def stream(request: Request, caller: CallerOf) -> Response:
         """Run a command in a fresh sandbox: a line of JSON for each event, empty ones between. Hanging up kills it."""
-        native.key_of(request)
+        key = native.key_of(request)
         command, mounts, options = wire.exec_call(wire.json_of(await request.body()))
 
         async def events() -> AsyncGenerator[bytes, None]:
@@ -59,9 +104,10 @@ def add_routes(native: Native) -> None:
         def failed(error: Exception) -> bytes:
             return bytes(answer_of(error).body) + b"\n"
 
-        return Streaming(events(), wire.NDJSON, native.headers, failed=failed)
+        return Streaming(events(), wire.NDJSON, native.headers, failed=failed, held=under_way.holding(caller, key))
 
     native.add("POST", "/exec", exec_, exec_, "Run a command", (), wire.Executing)
+    native.add("DELETE", "/exec", cancel, cancel, "Cancel execs", ("key!",), None)
     native.add("POST", "/stream", stream, stream, "Run a command and follow it", (), wire.Executing)
 
 
