@@ -170,7 +170,7 @@ class Disk:
             return Point(self.branch(at))
         try:
             record = self.checkpoint_record(at)
-        except NotFound:
+        except (NotFound, Invalid):  # a rescue branch's name is none for a checkpoint
             raise NotFound(f"disk {self.name!r} has no branch or checkpoint {at!r}") from None
         return Point(self._branch_of(record), record.seq, at)
 

@@ -86,7 +86,7 @@ async def broken(scope: Scope, receive: Receive, send: Send) -> None:
 
 def _what_is_invalid(error: RequestValidationError) -> str:
     """Name the first thing that is wrong, and what was expected; never more of the body than that."""
-    first = error.errors()[0]
+    first = max(error.errors(), key=lambda each: len(each["loc"]))  # of the forms a value may have, the one meant
     if first["type"] == "json_invalid":
         return f"the body is no JSON: {first.get('ctx', {}).get('error', 'malformed')}"
     where = ".".join(str(part) for part in first["loc"] if part != "body") or "body"

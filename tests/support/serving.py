@@ -38,16 +38,17 @@ class Running:
     store: str
     process: subprocess.Popen[str]
     log: Path
+    client: httpx.Client
 
     def running(self) -> int:
         """How many execs hold a slot."""
-        text = httpx.get(f"{self.url}/metrics").text
+        text = self.client.get(f"{self.url}/metrics").text
         return int(float(re.findall(r'^fanout_execs\{state="running"\} (\S+)$', text, re.M)[0]))
 
     def call(self, method: str, path: str, body: object = None, token: str | None = None) -> httpx.Response:
         """Make one REST call below /api, with the administrator's token by default."""
         headers = {"Authorization": self.token if token is None else token}
-        return httpx.request(method, f"{self.url}/api{path}", json=body, headers=headers, timeout=120)
+        return self.client.request(method, f"{self.url}/api{path}", json=body, headers=headers)
 
     @contextmanager
     def meanwhile(self, call: Callable[[], Any]) -> Iterator[threading.Thread]:
@@ -103,7 +104,8 @@ def running_server(
         if token is None and "--no-auth" not in arguments:
             token = process.stdout.readline().split()[-1]
         access_key, secret_key = _s3_credentials(store, token) if token else ("", "")
-        yield Running(found[1], found[2], token or "", access_key, secret_key, store, process, log)
+        with httpx.Client(timeout=120, trust_env=False) as client:
+            yield Running(found[1], found[2], token or "", access_key, secret_key, store, process, log, client)
     finally:
         if process.poll() is None:
             process.terminate()

@@ -15,6 +15,7 @@ from fanout.disk.branch import Branch
 from fanout.disk.disk import Disk
 from fanout.disk.load import lineage_at
 from fanout.errors import Exists, Invalid, NotFound
+from fanout.format.layout import check_branch_name
 from fanout.server.answers import success
 from fanout.server.archil.bodies import BranchBody
 from fanout.server.archil.disks import line_id, timestamp
@@ -30,6 +31,7 @@ _Key = Annotated[str | None, Header(alias="Idempotency-Key", max_length=255)]
 async def create_branch(disk: str, body: BranchBody, caller: CallerOf, idempotency_key: _Key = None) -> Response:
     """Start a writable branch. With the same Idempotency-Key and arguments again: the branch that was made then."""
     found = await caller.disk(disk, "write")
+    check_branch_name("branch_name", body.branch_name)
     uuid = None
     if idempotency_key:
         asked = "\0".join((caller.principal.id, found.id, idempotency_key, body.model_dump_json()))

@@ -13,7 +13,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from fanout.disk.disk import Point
-from fanout.errors import NotFound
+from fanout.errors import Invalid, NotFound
 from fanout.local_disk import LocalDisk
 from fanout.server.answers import Refused, success
 from fanout.server.archil.bodies import ShareBody
@@ -34,6 +34,8 @@ async def share(disk: str, body: ShareBody, request: Request, caller: CallerOf) 
     """Make a link with which anybody can download one file, as it then is, until the link expires."""
     found = await caller.disk(disk)
     key = body.key.lstrip("/")
+    if not key:
+        raise Invalid.argument("key", body.key, "the path of a file")
     if await found.head_object(key) is None:
         raise NotFound(f"disk {found.name!r} has no file {key!r}")
     line = line_id(found.id, found.at or found.branch_name)
