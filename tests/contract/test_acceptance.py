@@ -14,14 +14,15 @@ import pytest
 
 import fanout
 from fanout.errors import Conflict
+from tests.support.serving import Running
 
 #: The very same script for every store: what differs are its arguments.
 SCRIPT = """
 import asyncio, json, sys
 import fanout
 
-async def main(store, cache_dir):
-    async with fanout.connect(store=store, cache_dir=cache_dir) as fo:
+async def main(where):
+    async with fanout.connect(**where) as fo:
         disk = await fo.disks.create("express")
         await disk.put_object("express/package.json", b"{}")
         await disk.checkpoint("base")
@@ -44,12 +45,12 @@ async def main(store, cache_dir):
             "queue": all(r.timing.queue_ms > 0 for r in runs),
         }))
 
-asyncio.run(main(*sys.argv[1:]))
+asyncio.run(main(json.loads(sys.argv[1])))
 """
 
 
-def run_script(store: str, cache_dir: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, store, str(cache_dir)], capture_output=True, text=True)
+def run_script(**where: str) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(where)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     entries = result.pop("entries")
@@ -67,16 +68,20 @@ def run_script(store: str, cache_dir: Path) -> None:
 
 
 def test_fifty_on_a_local_store(tmp_path: Path) -> None:
-    run_script(f"file://{tmp_path}/store", tmp_path / "cache")
+    run_script(store=f"file://{tmp_path}/store", cache_dir=f"{tmp_path}/cache")
 
 
 def test_fifty_in_memory(tmp_path: Path) -> None:
-    run_script("memory://", tmp_path / "cache")
+    run_script(store="memory://", cache_dir=f"{tmp_path}/cache")
+
+
+def test_fifty_on_a_server(remote_server: Running) -> None:
+    run_script(url=remote_server.url, api_key=remote_server.token)
 
 
 def test_fifty_on_moto(moto_endpoint: str, moto_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FANOUT_S3_ENDPOINT", moto_endpoint)
-    run_script(f"s3://{moto_bucket}/{uuid.uuid4().hex}", tmp_path / "cache")
+    run_script(store=f"s3://{moto_bucket}/{uuid.uuid4().hex}", cache_dir=f"{tmp_path}/cache")
 
 
 @pytest.mark.s3
@@ -84,15 +89,22 @@ def test_fifty_on_a_real_s3_server(
     s3_endpoint: str, s3_bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL", s3_endpoint)
-    run_script(f"s3://{s3_bucket}/{uuid.uuid4().hex}", tmp_path / "cache")
+    run_script(store=f"s3://{s3_bucket}/{uuid.uuid4().hex}", cache_dir=f"{tmp_path}/cache")
 
 
-def test_three_fixes_side_by_side_and_the_winner_merged(tmp_path: Path) -> None:
+@pytest.mark.parametrize("far", [False, True], ids=["embedded", "remote"])
+def test_three_fixes_side_by_side_and_the_winner_merged(
+    far: bool, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     """The other half of the job: branches, a winner, and the losers gone from sight but not lost."""
+    where = {"store": "memory://", "cache_dir": str(tmp_path)}
+    if far:
+        server: Running = request.getfixturevalue("remote_server")
+        where = {"url": server.url, "api_key": server.token}
 
     async def work() -> None:
-        async with fanout.connect(store="memory://", cache_dir=tmp_path) as fo:
-            disk = await fo.disks.create("ws")
+        async with fanout.connect(**where) as fo:
+            disk = await fo.disks.create(f"ws-{uuid.uuid4().hex[:12]}")
             await disk.put_object("src/add.sh", "echo $(($1 - $2))\n")
             await disk.checkpoint("base")
             fixes = {"a": "echo $(($1 * $2))", "b": "echo $(($1 + $2))", "c": "exit 1"}

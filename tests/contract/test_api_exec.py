@@ -16,7 +16,7 @@ from fanout.api import Disk, Fanout
 from fanout.errors import Busy, CommandFailed, Conflict, Invalid, Unavailable
 from fanout.model import Finished, Output, Run, Started
 from fanout.store.memory import MemoryStore
-from tests.support.connections import alive, connected, until
+from tests.support.connections import alive, connected, remote, until
 
 pytestmark = pytest.mark.anyio
 
@@ -26,11 +26,15 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="module", params=["memory", pytest.param("s3", marks=pytest.mark.s3)])
+@pytest.fixture(scope="module", params=["memory", "remote", pytest.param("s3", marks=pytest.mark.s3)])
 async def fo(
     request: pytest.FixtureRequest, anyio_backend: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Fanout]:
     top = tmp_path_factory.mktemp("exec")
+    if request.param == "remote":
+        async with remote(request.getfixturevalue("remote_server")) as fo:
+            yield fo
+        return
     if request.param == "memory":
         store: Any = MemoryStore()
     else:

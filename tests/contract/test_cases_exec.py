@@ -17,7 +17,7 @@ from fanout.api import Disk, Fanout
 from fanout.errors import Invalid
 from fanout.model import Finished, Output, Run
 from fanout.store.memory import MemoryStore
-from tests.support.connections import alive, connected, until
+from tests.support.connections import alive, connected, remote, until
 
 pytestmark = pytest.mark.anyio
 MIB = 1 << 20
@@ -28,8 +28,14 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="module")
-async def fo(anyio_backend: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fanout]:
+@pytest.fixture(scope="module", params=["memory", "remote"])
+async def fo(
+    request: pytest.FixtureRequest, anyio_backend: str, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Fanout]:
+    if request.param == "remote":
+        async with remote(request.getfixturevalue("remote_server")) as fo:
+            yield fo
+        return
     async with connected(MemoryStore(), tmp_path_factory.mktemp("cache")) as fo:
         yield fo
 

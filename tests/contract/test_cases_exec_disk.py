@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from fanout.errors import FanoutError, Invalid, NotFound, Unavailable
 from fanout.model import Run
 from fanout.store.memory import MemoryStore
 from fanout.store.wrap import Fault, Faulty, Metered
-from tests.support.connections import connected, until
+from tests.support.connections import connected, remote, until
 from tests.support.disks import hasty
 
 pytestmark = pytest.mark.anyio
@@ -26,15 +27,19 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture
-async def fo(anyio_backend: str, tmp_path: Path) -> AsyncIterator[Fanout]:
+@pytest.fixture(params=["memory", "remote"])
+async def fo(request: pytest.FixtureRequest, anyio_backend: str, tmp_path: Path) -> AsyncIterator[Fanout]:
+    if request.param == "remote":
+        async with remote(request.getfixturevalue("remote_server")) as fo:
+            yield fo
+        return
     async with connected(MemoryStore(), tmp_path / "cache") as fo:
         yield fo
 
 
 @pytest.fixture
 async def disk(fo: Fanout) -> Disk:
-    return await fo.disks.create("ws")
+    return await fo.disks.create(f"ws-{uuid.uuid4().hex[:12]}")
 
 
 async def test_case_17_a_reader_sees_all_of_a_commit_or_nothing(fo: Fanout, disk: Disk) -> None:

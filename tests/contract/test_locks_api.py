@@ -26,7 +26,7 @@ from fanout.model import Run, Started
 from fanout.runtime import system
 from fanout.store.local import LocalStore
 from fanout.store.memory import MemoryStore
-from tests.support.connections import connected, until
+from tests.support.connections import connected, remote, until
 
 pytestmark = pytest.mark.anyio
 
@@ -36,11 +36,15 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="module", params=["memory", pytest.param("s3", marks=pytest.mark.s3)])
+@pytest.fixture(scope="module", params=["memory", "remote", pytest.param("s3", marks=pytest.mark.s3)])
 async def fo(
     request: pytest.FixtureRequest, anyio_backend: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Fanout]:
     top = tmp_path_factory.mktemp("locks")
+    if request.param == "remote":
+        async with remote(request.getfixturevalue("remote_server")) as fo:
+            yield fo
+        return
     store: Any = MemoryStore()
     if request.param == "s3":
         from fanout.store.s3 import S3Store
@@ -144,22 +148,27 @@ async def test_busy_names_the_holder(fo: Fanout, disk: Disk) -> None:
 
 
 async def test_an_exec_that_waits_for_a_lock_holds_no_commit_up(
-    fo: Fanout, disk: Disk, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Commits wait a little for those of execs that are under way: never for one that waits for a lock itself."""
-    assert isinstance(disk, LocalDisk)
-    branch = disk.point.branch
-    announced: list[float] = []
-    writing = branch.writing
-    monkeypatch.setattr(branch, "writing", lambda since_s: (announced.append(since_s), writing(since_s))[1])
-    async with Holder(fo, disk, "src"), anyio.create_task_group() as group:
-        for _ in range(3):
-            group.start_soon(partial(fo.exec, "true", disks={"w": disk.mount(checkout=["src"])}))
-        await until(lambda: len(branch.line._waiting) == 3)
-        assert announced == []
-        assert (await fo.exec("echo > free", disks={"w": disk})).conflict is None
-        assert len(announced) == 1
-        group.cancel_scope.cancel()
+    """Commits wait a little for those of execs that are under way: never for one that waits for a lock itself.
+
+    Embedded only: it looks at the branch.
+    """
+    async with connected(MemoryStore(), tmp_path) as fo:
+        disk = await fo.disks.create("ws")
+        assert isinstance(disk, LocalDisk)
+        branch = disk.point.branch
+        announced: list[float] = []
+        writing = branch.writing
+        monkeypatch.setattr(branch, "writing", lambda since_s: (announced.append(since_s), writing(since_s))[1])
+        async with Holder(fo, disk, "src"), anyio.create_task_group() as group:
+            for _ in range(3):
+                group.start_soon(partial(fo.exec, "true", disks={"w": disk.mount(checkout=["src"])}))
+            await until(lambda: len(branch.line._waiting) == 3)
+            assert announced == []
+            assert (await fo.exec("echo > free", disks={"w": disk})).conflict is None
+            assert len(announced) == 1
+            group.cancel_scope.cancel()
 
 
 async def test_a_waiting_exec_that_is_cancelled_leaves_nothing(fo: Fanout, disk: Disk) -> None:
