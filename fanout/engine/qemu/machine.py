@@ -6,6 +6,7 @@ Owns the host's side of the conversation. Knows nothing of mounts, of virtiofsd,
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import select
 import signal
@@ -191,6 +192,8 @@ class Machine:
     def send(self, request: Request, stdin: bytes | None = None) -> None:
         """Ask for the command; returns once the request is written. `EngineUnavailable` where the VM died."""
         now = self._runtime.monotonic()
+        if request.now_ns is not None:  # it may have waited for this VM
+            request = dataclasses.replace(request, now_ns=self._runtime.now_ns())
         self._talk = _Conversation(memoryview(stdin or b""), request.argv[0], request.cwd, now)
         self._outgoing += protocol.encode_request(request)
         if not stdin:
@@ -311,7 +314,8 @@ class Machine:
             code = 127 if report.value == 2 else 126
             sink("stderr", talk.name + b": " + os.strerror(report.value).encode() + b"\n")
         # The guest's own measure, without the way here, but within what happened here.
-        started_s = max(talk.sent_s, talk.end_s - report.elapsed_s)
+        known_s = talk.started_s or talk.end_s
+        started_s = known_s if report.killed else max(talk.sent_s, talk.end_s - report.elapsed_s)
         return Exit(
             status=status,
             exit_code=code if status == "completed" else None,

@@ -113,13 +113,15 @@ class Frame(NamedTuple):
 class Report(NamedTuple):
     """How the command ended, as the guest tells: hostile numbers within the bounds of their types.
 
-    `how` is "exited" (value: the exit code), "signaled" (value: the signal) or "not executed" (value: the errno).
+    `how` is "exited" (value: the exit code), "signaled" (value: the signal) or "not executed" (value: the errno);
+    `killed` that nothing told how: all was killed. `pids`: it met the limit of processes.
     """
 
     how: str
     value: int
     oom: bool
     killed: bool
+    pids: bool
     cpu_s: float
     max_rss_bytes: int
     elapsed_s: float
@@ -271,11 +273,11 @@ def decode_credit(payload: bytes) -> int:
 
 def decode_exit(payload: bytes) -> Report:
     """Return what an EXIT frame says."""
-    how, oom, killed, value, cpu_us, peak, elapsed_ns = _unpacked("<BBBxiQQQ", payload, "EXIT")
+    how, oom, killed, pids, value, cpu_us, peak, elapsed_ns = _unpacked("<BBBBiQQQ", payload, "EXIT")
     if how > 2 or not 0 <= value < 4096:
         raise BadFrame(f"an end of kind {how}, value {value}")
     name = ("exited", "signaled", "not executed")[how]
-    return Report(name, value, bool(oom), bool(killed), cpu_us / 1e6, peak, elapsed_ns / 1e9)
+    return Report(name, value, bool(oom), bool(killed), bool(pids), cpu_us / 1e6, peak, elapsed_ns / 1e9)
 
 
 def decode_refusal(payload: bytes) -> Refusal:

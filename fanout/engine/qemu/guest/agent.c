@@ -312,6 +312,7 @@ static void report_end(void) {
     memcpy(p + 4, &last.value, 4);
     if (is_guest) {
         if (read_file("/cg/exec/memory.events", text, sizeof text) > 0) p[1] = number_of(text, "oom_kill ") > 0;
+        if (read_file("/cg/exec/pids.events", text, sizeof text) > 0) p[3] = number_of(text, "max ") > 0;
         if (read_file("/cg/exec/cpu.stat", text, sizeof text) > 0) cpu_us = number_of(text, "usage_usec ");
         if (read_file("/cg/exec/memory.peak", text, sizeof text) > 0) peak = number_of(text, "");
     }
