@@ -37,6 +37,7 @@ __all__ = [
     "GrepOutput",
     "GrepShard",
     "GrepSyntax",
+    "Limit",
     "Lock",
     "Mode",
     "Mount",
@@ -56,6 +57,7 @@ GrepOutput = Literal["lines", "count", "files"]
 GrepSyntax = Literal["rust", "ere", "fixed", "pcre2"]
 Mode = Literal["read_only", "conditional", "shared"]
 Status = Literal["completed", "timed_out", "killed", "oom"]
+Limit = Literal["time", "memory", "disk", "pids"]
 
 
 class Value(BaseModel):
@@ -336,7 +338,9 @@ class Run(Value):
     `stdout_bytes` and `stderr_bytes` are exact up to the cap (1 MiB a stream by default); beyond it they hold head
     and tail with a marker between, `stdout_truncated` says so and `stdout_total` counts all bytes.
     `commits` has one entry for each mounted disk. `warm` says whether the host had the tree already, and a
-    machine, where the engine boots those.
+    machine, where the engine boots those. `limit` is the one that the command met, as far as the host tells; one that
+    wrote too much ("disk": half of what was free of the host's file system when it started) is killed and commits
+    nothing.
     """
 
     id: str
@@ -356,6 +360,7 @@ class Run(Value):
     warm: bool
     commits: Mapping[str, RunCommit]
     conflict: Conflict | None = None
+    limit: Limit | None = None
 
     @property
     def ok(self) -> bool:

@@ -54,8 +54,8 @@ class Limits:
 
     `timeout_s` counts from the command's start. `cpus` is in cores, `memory_bytes` for all its processes together
     where the engine can count that, else for each process. `disk_bytes` is what its writable mounts may come to hold
-    beside what was there, all together, and the size of its largest file; it is looked at now and then. `grace_s` is
-    what an engine may spend on a gentle end before it kills; an engine that kills at once does not use it.
+    beside what was there, all together: it is looked at a few times a second, and what holds more is killed.
+    `grace_s` is what an engine may spend on a gentle end before it kills; an engine that kills at once does not use it.
     """
 
     timeout_s: float | None = None
@@ -88,11 +88,12 @@ class Exit:
     """How a command ended.
 
     `status`: completed (it exited by itself, or a signal ended its leader: exit code 128+n as in a shell),
-    timed_out, killed (by `Process.kill`, or the whole sandbox by the host) or oom. `exit_code` is None unless
-    completed; 127 and 126 also mean that `argv[0]` was not found or not executable, as in a shell. `started_s`
-    and `ended_s` are monotonic seconds of the command itself. `cpu_s` is user+system seconds of all its processes,
-    `max_rss_bytes` the largest of them (the sum where a cgroup counts it); 0 where this host does not tell. `warm` is
-    False where a machine had to be booted first.
+    timed_out, killed (by `Process.kill`, a limit, or the whole sandbox by the host) or oom. `limit` names the one that
+    it met, as far as this host tells: time, memory, disk (it was killed) or pids (it could not fork). `exit_code` is
+    None unless completed; 127 and 126 also mean that `argv[0]` was not found or not executable, as in a shell.
+    `started_s` and `ended_s` are monotonic seconds of the command itself. `cpu_s` is user+system seconds of all its
+    processes, `max_rss_bytes` the largest of them (the sum where a cgroup counts it); 0 where this host does not tell.
+    `warm` is False where a machine had to be booted first.
     """
 
     status: Literal["completed", "timed_out", "killed", "oom"]
@@ -102,6 +103,7 @@ class Exit:
     cpu_s: float
     max_rss_bytes: int
     warm: bool = True
+    limit: Literal["time", "memory", "disk", "pids"] | None = None
 
 
 class Process(ABC):

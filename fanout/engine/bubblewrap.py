@@ -24,6 +24,7 @@ from typing import Literal
 
 from fanout.engine import hints, limits, network, orphans, rootfs, seccomp
 from fanout.engine.base import Engine, Limits, Mount, Process, Spec, check_spec
+from fanout.engine.network import RESOLV_CONF
 from fanout.engine.process import Pipes, SandboxProcess, raise_setup_failure
 from fanout.engine.spawner import ARGS, BLOCK, FILTER, STATUS
 from fanout.engine.spawning import Child, Spawner, SpawnerGone, Started, memory_file
@@ -49,6 +50,12 @@ NESTING = ("CAP_SETFCAP",)
 #: What /tmp, /dev/shm and the home directory may each hold. Their pages are memory.
 TMPFS_BYTES = 4 * 1024**3
 
+#: Where bwrap finds what it is told otherwise than by its arguments.
+WORDS = ("--args", str(ARGS), "--json-status-fd", str(STATUS), "--block-fd", str(BLOCK), "--seccomp", str(FILTER), "--")
+
+#: The descriptor with a resolver's address, for a root directory with an /etc of its own.
+RESOLVER = 7
+
 #: bwrap refuses more arguments than 9,000; the rest is for what we pass ourselves.
 MAX_WORDS = 8500
 
@@ -63,6 +70,7 @@ class BubblewrapEngine(Engine):
     "kernel" where this process may mount. `cgroup` is a cgroup v2 directory delegated to us, without processes of
     its own, to hold one cgroup an exec; without one a delegation by systemd is found by itself, else rlimits and
     CPU affinity are used. `nested` allows user namespaces inside, which sandboxes within the sandbox need.
+    `network_deny` are IPv4 networks (CIDR) that commands with a network do not reach either (see `network.py`).
     Sandboxes are children of one small process of the engine's own, started with the first of them and ended by
     `close`. Where that process is killed, running commands end as "killed" and the next start makes another.
 
@@ -79,6 +87,7 @@ class BubblewrapEngine(Engine):
         overlay: Overlay = "auto",
         cgroup: Path | None = None,
         nested: bool = False,
+        network_deny: Sequence[str] = (),
         runtime: Runtime = system,
     ) -> None:
         if root is not None and not root.is_dir():
@@ -86,6 +95,10 @@ class BubblewrapEngine(Engine):
         if overlay not in ("auto", "kernel", "bwrap"):
             raise Invalid.argument("overlay", overlay, "must be auto, kernel or bwrap")
         rootfs.check_host_paths(host_paths)
+        try:
+            self._network = network.find(network_deny)
+        except ValueError as error:
+            raise Invalid.argument("network_deny", network_deny, f"must be IPv4 networks: {error}") from error
         self._root = root
         self._host_paths = tuple(host_paths)
         self._overlay = overlay
@@ -118,8 +131,8 @@ class BubblewrapEngine(Engine):
         for mount in spec.mounts:
             check_directories(mount)
         host = self._ready()
-        if spec.network and host.network is None:
-            raise EngineUnavailable(network.MISSING)
+        if spec.network:
+            self._check_network()
         spawner = host.spawner
         try:
             return self._launch(host, spawner, spec)
@@ -149,26 +162,20 @@ class BubblewrapEngine(Engine):
         options = self._options(host, spec, {id(m): point for point, m in overlays})
         pipes, child_ends = _open_pipes(bool(spec.stdin))
         try:
-            child_ends.append(memory_file(os.fsencode("\0".join(options) + "\0")))
-            stdin, stdout, stderr, args = child_ends
-            argv = [
-                host.bwrap,
-                "--args",
-                ARGS,
-                "--json-status-fd",
-                STATUS,
-                "--block-fd",
-                BLOCK,
-                "--seccomp",
-                FILTER,
-                "--",
-            ]
+            others = []
+            if spec.network and host.etc is None:
+                others.append((memory_file(RESOLV_CONF.encode()), RESOLVER))
+                options += ["--ro-bind-data", str(RESOLVER), "/etc/resolv.conf"]
+            args = memory_file(os.fsencode("\0".join(options) + "\0"))
+            stdin, stdout, stderr = child_ends
+            child_ends += [args, *(fd for fd, _ in others)]
             child = Child(
-                [*map(str, argv), *spec.argv],
+                [host.bwrap, *WORDS, *spec.argv],
                 *(stdin, stdout, stderr, args),
                 overlays,
                 rlimits=host.rlimits(spec.limits),
-                network=host.network if spec.network else None,
+                network=self._network if spec.network else None,
+                others=others,
             )
             started = spawner.start(child, child_ends)
             if started is None:
@@ -183,6 +190,16 @@ class BubblewrapEngine(Engine):
         finally:
             for fd in child_ends:
                 os.close(fd)
+
+    def _check_network(self) -> None:
+        if self._network is None:
+            raise EngineUnavailable(network.MISSING)
+        if self._root is not None and (self._root / "etc").is_dir():
+            path = self._root / "etc/resolv.conf"
+            if path.is_symlink() or not path.is_file():
+                raise EngineUnavailable(
+                    f"network=True needs {path} to be a file, which a resolver's address is put over"
+                )
 
     def _adopt(self, host: _Host, spawner: Spawner, spec: Spec, pipes: Pipes, started: Started) -> SandboxProcess:
         """Take hold of a sandbox that is being built, limit it, and let it go on to the command."""
@@ -277,7 +294,6 @@ class _Host:
         self.bwrap = bwrap.replace(home_of(bwrap), self.spawner.seen_at(home_of(bwrap)), 1)
         self.kernel_overlay = self.spawner.private_mounts
         self.cgroups = _cgroups(cgroup)
-        self.network = network.find()
         self._turn = 0
         self._lock = threading.Lock()
         self._closed = False

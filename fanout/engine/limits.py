@@ -47,6 +47,10 @@ class Cgroup:
         """Say whether the kernel killed something in it for want of memory."""
         return _keyed(self.path / "memory.events").get("oom_kill", 0) > 0
 
+    def pids_met(self) -> bool:
+        """Say whether a fork failed for there were too many processes."""
+        return _keyed(self.path / "pids.events").get("max", 0) > 0
+
     def usage(self) -> tuple[float, int] | None:
         """Return CPU seconds and peak bytes, or None where this kernel does not count them."""
         used = _keyed(self.path / "cpu.stat").get("usage_usec")
@@ -144,8 +148,6 @@ def rlimits(limits: Limits, *, cgroup: bool, own_user: bool) -> list[tuple[int, 
     `own_user` says that nobody else runs as the user that the command runs as, on this host.
     """
     chosen = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, OPEN_FILES)]
-    if limits.disk_bytes is not None:
-        chosen.append((resource.RLIMIT_FSIZE, limits.disk_bytes))
     if not cgroup:
         if own_user or _kernel() >= COUNTED_APART:
             chosen.append((resource.RLIMIT_NPROC, PIDS_MAX))

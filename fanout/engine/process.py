@@ -26,6 +26,7 @@ from typing import Literal, NoReturn
 
 from fanout.engine.base import Exit, Process, Sink, Spec
 from fanout.engine.limits import Cgroup
+from fanout.engine.quota import DiskWatch
 from fanout.engine.spawning import Ending, Spawner, read_ending
 from fanout.errors import EngineUnavailable, Invalid
 from fanout.runtime import Runtime
@@ -52,6 +53,7 @@ DEATH_S = 60.0
 KILLED = 128 + signal.SIGKILL
 
 Status = Literal["completed", "timed_out", "killed", "oom"]
+Limit = Literal["time", "memory", "disk", "pids"]
 
 
 @dataclass(slots=True)
@@ -106,6 +108,8 @@ class SandboxProcess(Process):
         self._signalling = threading.Lock()  # held to use or close init_fd: its number is soon another sandbox's
         self._cgroup = cgroup
         self._runtime = runtime
+        self._disk = _disk_watch(spec, runtime)
+        self._limit: Limit | None = None
         self._released = released
         self._ended_by: Status | None = None
         self._exit_code: int | None = None
@@ -205,13 +209,19 @@ class SandboxProcess(Process):
                     f"processes of the sandbox (init {self._init}) are still there {DEATH_S:.0f} s after the kill"
                 )
             return (self._killed_s + DEATH_S - now) * 1000 + 1
+        if self._disk is not None and self._disk.exceeded():
+            self._limit = "disk"
+            self._end("killed")
+            return DEATH_S * 1000
+        look_ms = None if self._disk is None else max(0.0, self._disk.next_s - now) * 1000 + 0.5
         timeout_s = self._spec.limits.timeout_s
         if timeout_s is None:
-            return None
+            return look_ms
         building = self._pipes.started >= 0  # not the command's time: on a busy host it may take a while
         left = self._started_s + timeout_s + (BUILD_S if building else 0) - now
         if left > 0:
-            return left * 1000 + 0.5
+            left_ms = left * 1000 + 0.5
+            return left_ms if look_ms is None else min(left_ms, look_ms)
         self._end("timed_out")
         return DEATH_S * 1000
 
@@ -310,6 +320,13 @@ class SandboxProcess(Process):
             status = self._ended_by or "killed"
         elif self._exit_code not in (None, KILLED):
             status = "completed"  # it had ended by itself when the kill came
+        limit: Limit | None = self._limit
+        if status == "timed_out":
+            limit = "time"
+        elif status == "oom":
+            limit = "memory"
+        elif status == "completed":
+            limit = "pids" if self._cgroup is not None and self._cgroup.pids_met() else None
         return Exit(
             status=status,
             exit_code=self._exit_code if status == "completed" else None,
@@ -317,6 +334,7 @@ class SandboxProcess(Process):
             ended_s=max(self._started_s, self._ended_s or self._runtime.monotonic()),
             cpu_s=usage[0],
             max_rss_bytes=usage[1],
+            limit=limit,
         )
 
     def _close(self) -> None:
@@ -331,6 +349,13 @@ class SandboxProcess(Process):
 
 class _Immortal(EngineUnavailable):
     """Killed processes that do not die."""
+
+
+def _disk_watch(spec: Spec, runtime: Runtime) -> DiskWatch | None:
+    layers = [mount.upper for mount in spec.mounts if mount.upper is not None]
+    if spec.limits.disk_bytes is None or not layers:
+        return None
+    return DiskWatch(layers, spec.limits.disk_bytes, runtime)
 
 
 def _discard(stream: str, chunk: bytes) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from fanout.engine import identities, network, overlay
 
-__all__ = ["Children", "Sandbox", "acting_as", "limit", "moves"]
+__all__ = ["Children", "Sandbox", "acting_as", "limit", "mark_for_oom", "moves"]
 
 
 class Sandbox:
@@ -99,6 +99,20 @@ def moves(wanted: Sequence[tuple[int, int]], reserved: int) -> list[tuple[Any, .
     for i, (_, number) in enumerate(wanted):
         moves += [(os.POSIX_SPAWN_DUP2, free + i, number), (os.POSIX_SPAWN_CLOSE, free + i)]
     return moves
+
+
+def mark_for_oom(pid: int) -> None:
+    """Have the kernel, when it runs out of memory, kill what a process is and starts before anybody else."""
+    try:
+        fd = os.open(f"/proc/{pid}/oom_score_adj", os.O_WRONLY)
+    except OSError:
+        return  # it is not dumpable, and we are not root
+    try:
+        os.write(fd, b"1000")
+    except OSError:
+        pass  # a security module says no, or it is dead
+    finally:
+        os.close(fd)
 
 
 def limit(pid: int, which: int, most: int) -> None:

@@ -35,7 +35,7 @@ from collections.abc import Callable, Sequence
 
 if __package__:
     from fanout.engine import attach, identities, mapped, network, orphans, overlay
-    from fanout.engine.spawned import Children, Sandbox, acting_as, limit, moves
+    from fanout.engine.spawned import Children, Sandbox, acting_as, limit, mark_for_oom, moves
 else:  # run by its path: of this directory it takes these modules
     sys.path.append(os.path.dirname(os.path.abspath(__file__)))
     import attach  # type: ignore[no-redef, import-not-found]
@@ -44,7 +44,14 @@ else:  # run by its path: of this directory it takes these modules
     import network  # type: ignore[no-redef, import-not-found]
     import orphans  # type: ignore[no-redef, import-not-found]
     import overlay  # type: ignore[no-redef, import-not-found]
-    from spawned import Children, Sandbox, acting_as, limit, moves  # type: ignore[no-redef, import-not-found]
+    from spawned import (  # type: ignore[no-redef, import-not-found]
+        Children,
+        Sandbox,
+        acting_as,
+        limit,
+        mark_for_oom,
+        moves,
+    )
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -258,6 +265,7 @@ class Spawner:
             return
         try:
             sandbox.init_fd = os.pidfd_open(int(found[1]))
+            mark_for_oom(int(found[1]))
             with acting_as(sandbox.identity):  # whose it is may limit it; root itself may not everywhere
                 for which, most in sandbox.rlimits:
                     limit(int(found[1]), which, most)

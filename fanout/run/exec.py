@@ -11,7 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any, Literal
 
@@ -36,6 +36,8 @@ from fanout.view.view import View, open_view
 __all__ = ["Cancel", "Cancelled", "Host", "Job", "JobMount", "announce", "execute"]
 
 Emit = Callable[[Started | Output | Finished], None]
+#: What a command may write in any case, however little is free: the file system itself then refuses it.
+_MIN_DISK_BYTES = 64 << 20
 _POLICIES: Mapping[Mode, Policy] = {"conditional": Policy.LAST_WINS, "shared": Policy.FIRST_WINS}
 
 
@@ -110,7 +112,11 @@ class JobMount:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One checked request to run a command. `arrived_s` is monotonic seconds."""
+    """One checked request to run a command. `arrived_s` is monotonic seconds.
+
+    `fence` is called once it can be kept from committing by breaking its locks, of which each mount then has one; it
+    raises where the exec must not run.
+    """
 
     id: str
     command: str
@@ -123,6 +129,7 @@ class Job:
     commit: CommitPolicy
     author: str
     arrived_s: float
+    fence: Callable[[], None] | None = None
 
 
 @dataclass(slots=True)
@@ -181,6 +188,8 @@ def execute(
     admitted_s = clock()
     with ExitStack() as stack:
         locks = _check_out(job, host, cancel, stack)
+        if job.fence is not None:
+            job.fence()
         locked_s = clock()
         mounted: list[_Mounted] = []
         for mount in job.mounts:
@@ -194,6 +203,8 @@ def execute(
         cancel.attach(process)
         streams.started(job.id, (clock() - job.arrived_s) * 1e3)
         exit = process.wait(streams.sink)
+        if exit.limit == "disk":
+            streams.sink("stderr", b"fanout: killed: it wrote more than half of what was free; nothing is committed\n")
         streams.flush()
         cancel.check()
         returned_s = clock()
@@ -232,6 +243,7 @@ def _result(
         command=job.command,
         status=exit.status,
         exit_code=exit.exit_code,
+        limit=exit.limit,
         stdout_bytes=streams.stdout.value(),
         stderr_bytes=streams.stderr.value(),
         stdout_truncated=streams.stdout.truncated,
@@ -252,7 +264,8 @@ def _check_out(job: Job, host: Host, cancel: Cancel, stack: ExitStack) -> dict[s
     """Take the locks the mounts ask for, in one order for all so that no two wait in a ring; returns ids by mount."""
     locks: dict[str, str] = {}
     for mount in sorted(job.mounts, key=lambda mount: mount.base.branch.uuid):
-        if mount.checkout:
+        fenced = job.fence is not None and mount.mode != "read_only" and job.commit != "never"
+        if mount.checkout or fenced:
             wait_s = job.limits.timeout_s or 0.0 if mount.lock_wait_s is None else mount.lock_wait_s
             hold = held(mount.base.branch, job.id, mount.checkout, wait_s, host.runtime, cancel.check)
             locks[mount.name] = stack.enter_context(hold)
@@ -298,14 +311,20 @@ def _check_cwd(cwd: str, mounted: Sequence[_Mounted]) -> None:
 
 
 def _spec(job: Job, mounted: Sequence[_Mounted], host: Host) -> Spec:
+    mounts = [each.view.mount(each.mount.target) for each in mounted]
+    limits = job.limits
+    uppers = [mount.upper for mount in mounts if mount.upper is not None]
+    if uppers and limits.disk_bytes is None:
+        space = os.statvfs(uppers[0])
+        limits = replace(limits, disk_bytes=max(_MIN_DISK_BYTES, space.f_bavail * space.f_frsize // 2))
     return Spec(
         argv=(host.shell, "-c", job.command),
-        mounts=[each.view.mount(each.mount.target) for each in mounted],
+        mounts=mounts,
         env=job.env,
         cwd=job.cwd,
         stdin=job.stdin,
         network=job.network,
-        limits=job.limits,
+        limits=limits,
     )
 
 
@@ -313,8 +332,8 @@ def _commit_all(
     job: Job, exit: Exit, mounted: Sequence[_Mounted], host: Host, cancel: Cancel, ran: Callable[[], None]
 ) -> tuple[dict[str, RunCommit], FanoutError | None]:
     """Commit the mounts one after the other; returns what landed and the error that stopped the rest, if one did."""
-    wanted = job.commit == "always" or (
-        job.commit == "on_success" and exit.status == "completed" and exit.exit_code == 0
+    wanted = exit.limit != "disk" and (
+        job.commit == "always" or (job.commit == "on_success" and exit.status == "completed" and exit.exit_code == 0)
     )
     results = {each.mount.name: _outcome(each) for each in mounted}
     proposals: list[tuple[_Mounted, Proposal]] = []
@@ -381,7 +400,7 @@ def _propose(job: Job, each: _Mounted, host: Host) -> Proposal:
         author=job.author,
         message=job.command,
         exec_id=job.id,
-        age_s=0.0 if each.lock_id else host.runtime.monotonic() - job.arrived_s,  # others wait for what it holds
+        age_s=0.0 if each.mount.checkout else host.runtime.monotonic() - job.arrived_s,  # others wait for what it holds
         lock_id=each.lock_id,
     )
 

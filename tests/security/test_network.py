@@ -137,7 +137,7 @@ def test_several_at_once_each_have_their_own(engine: str) -> None:
 
 
 def test_a_host_without_slirp4netns_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "find", lambda: None)
+    monkeypatch.setattr(network, "find", lambda denied: None)
     engine = BubblewrapEngine()
     try:
         with pytest.raises(EngineUnavailable, match="install the package slirp4netns"):
@@ -196,7 +196,7 @@ def test_a_way_out_that_cannot_be_made_is_said_and_nothing_runs(tmp_path: Path) 
     tmp_path.chmod(0o755)
     engine = BubblewrapEngine()
     try:
-        engine._ready().network = network.Network(str(broken))
+        engine._network = network.Network(str(broken))
         with pytest.raises(EngineUnavailable, match="network: no tunnel today"):
             engine.start(Spec(["/bin/true"], network=True)).wait(lambda *_: None)
         assert engine.start(Spec(["/bin/true"])).wait(lambda *_: None).exit_code == 0
