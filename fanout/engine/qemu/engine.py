@@ -27,7 +27,7 @@ from fanout.engine.bubblewrap import (
     raise_open_files,
 )
 from fanout.engine.owned import OwnedDirectory
-from fanout.engine.qemu import image
+from fanout.engine.qemu import accel, image
 from fanout.engine.qemu.machine import Acceleration, Guest
 from fanout.engine.qemu.plan import Plan
 from fanout.engine.qemu.pool import Pool
@@ -198,7 +198,7 @@ class _Host:
         self.runtime = engine._runtime
         self._virtiofsd = find_virtiofsd()
         made = image.assemble(engine._cache_dir)
-        self.acceleration: Acceleration = engine._acceleration or "tcg"
+        self.acceleration: Acceleration = engine._acceleration or accel.choose(engine._cache_dir, made)
         root, host_paths = engine._root, engine._host_paths
         bwrap = find_bwrap()
         self._directory = OwnedDirectory(DIRECTORY)
