@@ -11,7 +11,7 @@
 #include "wire.h"
 #include "sandbox.h"
 
-enum { PORT_TRIES = 20000, LAST_WORDS_MS = 30000 };
+enum { PORT_TRIES = 20000, LAST_WORDS_MS = 30000, PREPARE_TRIES = 5000, UNTOUCHED = 16 << 20 };
 
 /* What the init tells the agent through a pipe: that the command runs, how it ended, or why it does not run. */
 enum { TOLD_STARTED = 1, TOLD_END, TOLD_REFUSED };
@@ -70,7 +70,7 @@ static void boot(void) {
     /* pivot_root needs a root that is not the initramfs itself. */
     need(mount("tmpfs", "/t", "tmpfs", 0, "mode=0755,size=1m"), "mount a root");
     need(sys(SYS_chdir, "/t", 0, 0, 0, 0), "enter the new root");
-    mkdir("r", 0755), mkdir("dev", 0755), mkdir("cg", 0755), mkdir("p", 0755);
+    mkdir("r", 0755), mkdir("dev", 0755), mkdir("cg", 0755), mkdir("p", 0755), mkdir("s", 0755);
     need(mount("/dev", "dev", 0, MS_MOVE, 0), "move /dev");
     need(mount(".", "/", 0, MS_MOVE, 0), "move the root");
     need(sys(SYS_chroot, ".", 0, 0, 0, 0), "change the root");
@@ -266,7 +266,7 @@ static u8 outbox[HEADER + MAX_PAYLOAD]; /* the one frame on its way to the host 
 static u32 outbox_at, outbox_length;
 static u8 input[STDIN_WINDOW]; /* stdin that the command has not taken: a ring */
 static u32 input_at, input_length, credit;
-static int input_ended, running, finished, started;
+static int input_ended, running, finished, started, answer;
 static struct told last;
 
 static void queue(u32 kind, u32 length) {
@@ -330,7 +330,8 @@ static void take_output(int *fd, u32 kind) {
 
 /* Queue the next frame for the host, if there is one: what it must know first, then output, last the end. */
 static void next_frame(short out, short err) {
-    if (started == 1) {
+    if (answer) queue((u32)answer, 0), answer = 0;
+    else if (started == 1) {
         started = 2;
         queue(STARTED, 0);
     } else if (credit) {
@@ -371,6 +372,40 @@ static void take_input(const u8 *data, u32 n) {
     input_length += n;
 }
 
+/* Mount the root before a command comes, for it takes a while. Its device may have been plugged in just now: then the
+ * kernel looks for it on the bus. */
+static void prepare(const u8 *tag, u32 n) {
+    char name[40];
+    if (!is_guest || running || finished || prepared || n >= sizeof name) die("no time to prepare", -EPROTO);
+    memcpy(name, tag, n), name[n] = 0;
+    for (int i = 0; i < PREPARE_TRIES; i++) {
+        long e = mount(name, "/r", "virtiofs", MS_NOSUID | MS_NODEV, 0);
+        if (e == 0) {
+            prepared = 1, answer = PREPARED;
+            return;
+        }
+        if (e != -EINVAL) die("mount the root", e);
+        if (i % 100 == 0) {
+            need(mount("sysfs", "/s", "sysfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, 0), "mount sysfs");
+            write_file("/s/bus/pci/rescan", "1");
+            sys(SYS_umount2, "/s", MNT_DETACH, 0, 0, 0);
+        } else sleep_ms(2);
+    }
+    die("the root is not there", -ENOENT);
+}
+
+/* Leave zeros in the memory that nobody uses, so that whoever keeps a copy of it all need not keep that. */
+static void settle(void) {
+    u64 known[14] = {0}; /* struct sysinfo: free memory in bytes is the sixth word */
+    sys(SYS_sysinfo, known, 0, 0, 0, 0);
+    if (known[5] > 2 * UNTOUCHED) {
+        u64 size = (known[5] - UNTOUCHED) & ~0x1ffffful;
+        long at = sys6(SYS_mmap, 0, (long)size, 3 /* read, write */, 0x8022 /* private, anonymous, now */, -1, 0);
+        if (at > 0) sys(SYS_munmap, at, size, 0, 0, 0);
+    }
+    answer = SETTLED;
+}
+
 static void begin(void) {
     struct failure f = {0, 0, ""};
     if (running || finished) die("a second request", -EPROTO);
@@ -392,6 +427,8 @@ static void take_frame(u32 kind, u8 *payload, u32 n) {
     case KILL:
         if (exec.init > 0) sys(SYS_kill, exec.init, SIGKILL, 0, 0, 0);
         return;
+    case PREPARE: prepare(payload, n); return;
+    case SETTLE: settle(); return;
     }
     die("a frame of unknown type", -EPROTO);
 }
@@ -425,6 +462,8 @@ static void hear(void) {
         close_end(&exec.told);
         while (sys(SYS_wait4, exec.init, 0, 0, 0, 0) == -EINTR) {}
         exec.init = 0;
+        /* Unmounted, all that was written through mappings is on the host. */
+        if (prepared && sys(SYS_umount2, "/r", 0, 0, 0, 0) < 0) sys(SYS_sync, 0, 0, 0, 0, 0);
     }
 }
 
@@ -445,7 +484,7 @@ static void serve(void) {
             {idle ? exec.stdout : -1, reads, 0},
             {idle ? exec.stderr : -1, reads, 0},
         };
-        int urgent = idle && (credit || started == 1 || (running && exec.init == 0));
+        int urgent = idle && (answer || credit || started == 1 || (running && exec.init == 0));
         long n = sys(SYS_poll, fds, 5, urgent ? 0 : -1, 0, 0);
         if (n < 0 && n != -EINTR) die("poll", n);
         if (n < 0) continue;
@@ -456,8 +495,9 @@ static void serve(void) {
         if (idle && !outbox_length) next_frame(fds[3].revents, fds[4].revents);
     }
     /* The host ends the machine when it has read the last frame; restarting now could overtake that frame. */
-    struct pollfd gone = {port, 0, 0};
-    sys(SYS_poll, &gone, 1, LAST_WORDS_MS, 0, 0);
+    struct pollfd gone = {port, POLLIN, 0};
+    while (sys(SYS_poll, &gone, 1, LAST_WORDS_MS, 0, 0) > 0 && !(gone.revents & (POLLHUP | POLLERR)))
+        if (sys(SYS_read, port, inbox, sizeof inbox, 0, 0) <= 0) break;
 }
 
 void start(void) {

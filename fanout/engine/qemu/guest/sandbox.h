@@ -63,10 +63,12 @@ static int make_tmpfs(struct failure *f) {
     return 1;
 }
 
+static int prepared; /* the root is mounted already, by the agent */
+
 /* Make the shared tree the root of this mount namespace, and leave nothing of the guest's own in reach. */
 static int make_root(struct failure *f) {
     must(STAGE_ROOT, mount(0, "/", 0, MS_REC | MS_PRIVATE, 0), "make mounts private");
-    must(STAGE_ROOT, mount(request.root, "/r", "virtiofs", MS_NOSUID | MS_NODEV, 0), "mount the root over virtiofs");
+    if (!prepared) must(STAGE_ROOT, mount(request.root, "/r", "virtiofs", MS_NOSUID | MS_NODEV, 0), "mount the root over virtiofs");
     must(STAGE_ROOT, sys(SYS_chdir, "/r", 0, 0, 0, 0), "enter the root");
     if (!make_proc(f) || !make_devices(f) || !make_tmpfs(f)) return 0;
     must(STAGE_ROOT, sys(SYS_pivot_root, ".", ".", 0, 0, 0), "pivot_root");

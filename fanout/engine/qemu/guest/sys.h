@@ -16,11 +16,11 @@ __asm__(".globl _start\n_start:\nxor %ebp,%ebp\nmov %rsp,%rdi\nand $-16,%rsp\nca
 #define sys(n, a, b, c, d, e) sys6(n, (long)(a), (long)(b), (long)(c), (long)(d), (long)(e), 0)
 
 enum {
-    SYS_read = 0, SYS_write = 1, SYS_close = 3, SYS_poll = 7, SYS_rt_sigaction = 13, SYS_ioctl = 16, SYS_dup2 = 33, SYS_nanosleep = 35,
+    SYS_read = 0, SYS_write = 1, SYS_close = 3, SYS_poll = 7, SYS_mmap = 9, SYS_munmap = 11, SYS_rt_sigaction = 13, SYS_ioctl = 16, SYS_dup2 = 33, SYS_nanosleep = 35,
     SYS_getpid = 39, SYS_socket = 41, SYS_clone = 56, SYS_execve = 59, SYS_exit = 60, SYS_wait4 = 61, SYS_kill = 62,
     SYS_fcntl = 72, SYS_chdir = 80, SYS_mkdir = 83, SYS_symlink = 88, SYS_umask = 95, SYS_geteuid = 107,
     SYS_setsid = 112, SYS_setgroups = 116, SYS_setresuid = 117, SYS_setresgid = 119, SYS_capset = 126,
-    SYS_mknod = 133, SYS_pivot_root = 155, SYS_prctl = 157, SYS_setrlimit = 160, SYS_chroot = 161, SYS_mount = 165,
+    SYS_sysinfo = 99, SYS_mknod = 133, SYS_pivot_root = 155, SYS_prctl = 157, SYS_setrlimit = 160, SYS_chroot = 161, SYS_sync = 162, SYS_mount = 165,
     SYS_umount2 = 166, SYS_reboot = 169, SYS_sethostname = 170, SYS_clock_settime = 227, SYS_clock_gettime = 228,
     SYS_openat = 257, SYS_pipe2 = 293, SYS_finit_module = 313, SYS_close_range = 436,
 };
