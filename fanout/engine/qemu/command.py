@@ -13,7 +13,7 @@ from fanout.engine.qemu.clock import tsc_khz
 from fanout.engine.qemu.image import Image
 from fanout.errors import EngineUnavailable
 
-__all__ = ["Acceleration", "Guest", "command_line", "find_qemu"]
+__all__ = ["PORT", "ROOT_TAG", "Acceleration", "Guest", "Inherited", "command_line", "find_qemu"]
 
 Acceleration = Literal["kvm", "tcg"]
 
@@ -22,9 +22,15 @@ MIB = 1024 * 1024
 #: What QEMU may keep of translated code. Less makes it translate again, more is memory of every VM.
 TRANSLATED_MIB = 32
 
-#: No PCI, no USB, no graphics: virtio over memory-mapped registers, one serial port. The kernel waits seconds for a clock
-#: (rtc) that is not there.
+#: No PCI, no USB, no graphics: virtio over memory-mapped registers, one serial port. The kernel waits seconds for a
+#: clock (rtc) that is not there.
 MACHINE = "microvm,x-option-roms=off,isa-serial=on,rtc=on,memory-backend=memory"
+
+#: Where a device is plugged in later: the one port of a PCI Express bus, which is there for that only.
+PORT = "port"
+
+#: The tag under which virtiofsd's tree is known in the guest.
+ROOT_TAG = "root"
 
 #: QEMU may not call what it has no need for.
 SANDBOX = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
@@ -50,6 +56,22 @@ class Guest:
     netdev: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Inherited:
+    """Descriptors of QEMU's: sockets to the agent, the console and virtiofsd.
+
+    With a `monitor` the file system is not there at the start but plugged in later, into memory that is the file
+    `memory`; and with a `state`, a file, the guest does not boot but goes on from there.
+    """
+
+    agent: int
+    console: int
+    filesystem: int | None = None
+    monitor: int | None = None
+    memory: int | None = None
+    state: int | None = None
+
+
 def find_qemu() -> str:
     """Return the path of QEMU for this machine, or say what to install."""
     found = shutil.which("qemu-system-x86_64")
@@ -58,10 +80,15 @@ def find_qemu() -> str:
     return found
 
 
-def command_line(image: Image, guest: Guest, agent: int, console: int, filesystem: int | None) -> list[str]:
-    """Return QEMU's argv; the numbers are of inherited sockets: to the agent, the console and virtiofsd."""
+def command_line(image: Image, guest: Guest, inherited: Inherited) -> list[str]:
+    """Return QEMU's argv."""
     size_mib = -(-guest.memory_bytes // MIB)
-    kernel = [*KERNEL]
+    memory = f"memory-backend-memfd,id=memory,size={size_mib}M,share=on"
+    kernel, machine = [*KERNEL], MACHINE
+    if inherited.memory is not None:
+        memory = f"memory-backend-file,id=memory,size={size_mib}M,share=on,mem-path=/proc/self/fd/{inherited.memory}"
+    if inherited.monitor is not None:
+        kernel, machine = [*kernel, "pcie_ports=native"], f"{machine},pcie=on"
     if guest.acceleration == "kvm":
         accelerator, cpu = "kvm", "host"
     else:
@@ -70,18 +97,24 @@ def command_line(image: Image, guest: Guest, agent: int, console: int, filesyste
         # QEMU gives its own counter to the guest, and no device there to measure it against in time.
         kernel += [f"tsc_early_khz={tsc_khz()}", "no_timer_check"]
     argv = [
-        *(find_qemu(), "-M", MACHINE, "-accel", accelerator, "-cpu", cpu, "-smp", str(guest.cpus)),
-        *("-m", f"{size_mib}M", "-object", f"memory-backend-memfd,id=memory,size={size_mib}M,share=on"),
+        *(find_qemu(), "-M", machine, "-accel", accelerator, "-cpu", cpu, "-smp", str(guest.cpus)),
+        *("-m", f"{size_mib}M", "-object", memory),
         *("-nodefaults", "-no-user-config", "-display", "none", "-monitor", "none", "-no-reboot"),
         *("-sandbox", SANDBOX, "-global", "virtio-mmio.force-legacy=false"),
         *("-kernel", str(image.kernel), "-initrd", str(image.initramfs), "-append", " ".join(kernel)),
-        *("-chardev", f"socket,id=console,fd={console}", "-serial", "chardev:console"),
-        *("-chardev", f"socket,id=agent,fd={agent}", "-device", "virtio-serial-device,max_ports=2"),
+        *("-chardev", f"socket,id=console,fd={inherited.console}", "-serial", "chardev:console"),
+        *("-chardev", f"socket,id=agent,fd={inherited.agent}", "-device", "virtio-serial-device,max_ports=2"),
         *("-device", "virtserialport,chardev=agent,nr=1"),
     ]
-    if filesystem is not None:
-        argv += ["-chardev", f"socket,id=files,fd={filesystem}"]
-        argv += ["-device", "vhost-user-fs-device,chardev=files,tag=root,queue-size=256"]
+    if inherited.filesystem is not None:
+        argv += ["-chardev", f"socket,id=files,fd={inherited.filesystem}"]
+        if inherited.monitor is None:
+            argv += ["-device", f"vhost-user-fs-device,chardev=files,tag={ROOT_TAG},queue-size=256"]
+    if inherited.monitor is not None:
+        argv += ["-device", f"pcie-root-port,id={PORT},chassis=1,slot=1", "-global", "migration.x-ignore-shared=on"]
+        argv += ["-chardev", f"socket,id=monitor,fd={inherited.monitor}", "-mon", "chardev=monitor,mode=control"]
+    if inherited.state is not None:
+        argv += ["-incoming", f"fd:{inherited.state}"]
     if guest.netdev is not None:
         argv += ["-netdev", f"{guest.netdev},id=net", "-device", "virtio-net-device,netdev=net"]
     return argv

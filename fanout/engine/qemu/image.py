@@ -27,7 +27,7 @@ from fanout.errors import EngineUnavailable
 __all__ = ["Image", "assemble", "find"]
 
 #: Raised when an image is put together in another way.
-FORMAT = 1
+FORMAT = 2
 
 #: Kernels made for virtual machines first: they are small and have what a guest needs. Debian's names and Ubuntu's.
 PACKAGES = ("linux-image-cloud-amd64", "linux-image-virtual", "linux-image-amd64", "linux-image-generic")

@@ -21,7 +21,7 @@ from fanout.errors import EngineUnavailable
 __all__ = ["BOOT_MODULES", "NETWORK_MODULES", "Modules", "bootable", "initramfs"]
 
 #: What the guest needs, as names of modules; what is built into the kernel is left out, what these depend on added.
-BOOT_MODULES = ("virtio_mmio", "virtio_console", "virtiofs")
+BOOT_MODULES = ("virtio_mmio", "virtio_pci", "virtio_console", "virtiofs")
 NETWORK_MODULES = ("virtio_net",)
 
 SIGNATURE = b"~Module signature appended~\n"

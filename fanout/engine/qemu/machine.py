@@ -14,19 +14,20 @@ import socket
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, NoReturn
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NoReturn
 from typing import Protocol as Shape
 
 from fanout.engine.base import Exit, Sink
 from fanout.engine.qemu import protocol
-from fanout.engine.qemu.command import Acceleration, Guest, command_line
+from fanout.engine.qemu.command import PORT, ROOT_TAG, Acceleration, Guest, Inherited, command_line
 from fanout.engine.qemu.image import Image
+from fanout.engine.qemu.monitor import Monitor
 from fanout.engine.qemu.protocol import STDIN_CLOSED, STDIN_WINDOW, Frame, Kind, Request, Stage
 from fanout.errors import EngineUnavailable, Invalid
 from fanout.runtime import Runtime, system
 
-__all__ = ["Acceleration", "Guest", "Hypervisor", "Launch", "Machine"]
+__all__ = ["Acceleration", "Files", "Guest", "Hypervisor", "Launch", "Machine"]
 
 #: What is kept of the console, for messages.
 CONSOLE_BYTES = 8 * 1024
@@ -60,6 +61,18 @@ class Hypervisor(Shape):
 Launch = Callable[[Sequence[str], Sequence[int], int], Hypervisor]
 
 
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Files (descriptors, the caller's) that make a machine one to copy: its memory, and the state of all the rest.
+
+    With `resumes` it does not boot but goes on from these; else it boots, and `Machine.save` writes them.
+    """
+
+    memory: int
+    state: int
+    resumes: bool
+
+
 @dataclass(slots=True)
 class _Conversation:
     """What `wait` knows of the command."""
@@ -81,7 +94,8 @@ class Machine:
     """A VM for one command: start, wait_ready, send, wait; then it is gone. `kill` and `alive` from any thread.
 
     `filesystem` is connected to a vhost-user-fs back end (virtiofsd) that serves the tag `root`; `start` closes ours.
-    None gives a VM without a file system, for probes. What is served need not be complete before `send`.
+    None gives a VM without a file system, for probes. What is served need not be complete before `send`. With `files`
+    the machine can be saved when it is ready, before its file system is plugged in: `wait_ready`, `save`, `plug`.
     """
 
     def __init__(
@@ -91,11 +105,15 @@ class Machine:
         *,
         filesystem: socket.socket | None,
         launch: Launch,
+        files: Files | None = None,
         runtime: Runtime = system,
     ) -> None:
         self._image = image
         self._guest = guest
         self._filesystem = filesystem
+        self._files = files
+        self._monitor_end: socket.socket | None = None
+        self._monitor: Monitor | None = None
         self._launch = launch
         self._runtime = runtime
         self._lock = threading.Lock()
@@ -113,53 +131,71 @@ class Machine:
 
     def start(self) -> None:
         """Start QEMU; returns at once. `EngineUnavailable` where it cannot be started."""
-        agent, agent_there = socket.socketpair()
-        console, console_there = socket.socketpair()
+        self._agent, agent_there = socket.socketpair()
+        self._console, console_there = socket.socketpair()
         there = [agent_there, console_there]
+        numbers = Inherited(agent_there.fileno(), console_there.fileno())
         if self._filesystem is not None:
             there.append(self._filesystem)
-        filesystem = None if self._filesystem is None else self._filesystem.fileno()
+            numbers = replace(numbers, filesystem=self._filesystem.fileno())
+        if self._files is not None:
+            self._monitor_end, monitor_there = socket.socketpair()
+            there.append(monitor_there)
+            state = self._files.state if self._files.resumes else None
+            numbers = replace(numbers, monitor=monitor_there.fileno(), memory=self._files.memory, state=state)
+        inherited = [each.fileno() for each in there] + ([self._files.memory, self._files.state] if self._files else [])
         try:
-            argv = command_line(self._image, self._guest, agent_there.fileno(), console_there.fileno(), filesystem)
+            argv = command_line(self._image, self._guest, numbers)
             self._started_s = self._runtime.monotonic()
             with self._lock:
                 if self._killed:
                     raise EngineUnavailable("the virtual machine was killed before it was started")
-                self._hypervisor = self._launch(argv, [each.fileno() for each in there], console_there.fileno())
+                self._hypervisor = self._launch(argv, inherited, console_there.fileno())
         except OSError as error:
-            agent.close()
-            console.close()
+            self._dispose()
             raise EngineUnavailable(f"cannot start QEMU: {error}") from error
         except BaseException:
-            agent.close()
-            console.close()
+            self._dispose()
             raise
         finally:
             for each in there:
                 each.close()
-        agent.setblocking(False)
-        console.setblocking(False)
-        self._agent, self._console = agent, console
+        self._agent.setblocking(False)
+        self._console.setblocking(False)
 
     def wait_ready(self, timeout_s: float = 30.0) -> float:
-        """Wait until the agent answers; return the seconds since `start`.
+        """Wait until the agent answers, its file system mounted if it has one; return the seconds since `start`.
 
         `EngineUnavailable` says what happened instead (QEMU ended, the guest panicked, no answer in time), with the end
         of the console; the VM is dead then.
         """
         deadline = self._started_s + timeout_s
-        try:
-            while self._runtime.monotonic() < deadline:
-                for frame in self._turn(deadline - self._runtime.monotonic()):
-                    if frame.kind is not Kind.READY:
-                        raise protocol.BadFrame(f"it began with {frame.kind.name}")
-                    protocol.check_ready(frame.payload)
-                    return self._runtime.monotonic() - self._started_s
-            self._fail(f"its agent did not answer within {timeout_s:.0f} s")
-        except protocol.BadFrame as error:
-            self._fail(f"its agent does not speak our protocol: {error}")
-        except _Gone:
-            self._fail(self._death())
+        if self._files is not None and self._files.resumes:
+            self._asked("query-status", "paused", ("inmigrate",))
+            self.plug(timeout_s)
+        else:
+            self._expect(Kind.READY, deadline)
+            if self._files is None and self._filesystem is not None:
+                self._tell(Kind.PREPARE, Kind.PREPARED, deadline)
+        return self._runtime.monotonic() - self._started_s
+
+    def save(self, timeout_s: float = 30.0) -> None:
+        """Write its state; memory and state are then those of a machine that was not given anything yet.
+
+        It stands still until `plug`. `EngineUnavailable` where that fails; the VM is dead then.
+        """
+        assert self._files is not None
+        self._tell(Kind.SETTLE, Kind.SETTLED, self._runtime.monotonic() + timeout_s)
+        self._ask("stop")
+        self._ask("migrate", uri=f"fd:{self._files.state}")
+        self._asked("query-migrate", "completed", ("setup", "active", "device"))
+
+    def plug(self, timeout_s: float = 30.0) -> None:
+        """Plug the file system in, and let the machine go on. `EngineUnavailable` as from `wait_ready`."""
+        driver = {"driver": "vhost-user-fs-pci", "chardev": "files", "tag": ROOT_TAG, "queue-size": 256}
+        self._ask("device_add", bus=PORT, **driver)
+        self._ask("cont")
+        self._tell(Kind.PREPARE, Kind.PREPARED, self._runtime.monotonic() + timeout_s)
 
     def alive(self) -> bool:
         """Say whether QEMU still runs."""
@@ -186,6 +222,46 @@ class Machine:
                 return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)
         except OSError:
             return 0
+
+    def _ask(self, command: str, **arguments: Any) -> None:
+        """Have QEMU do something."""
+        try:
+            if self._monitor is None:
+                assert self._monitor_end is not None
+                self._monitor = Monitor(self._monitor_end, self._runtime)
+            self._monitor.ask(command, **arguments)
+        except EngineUnavailable as error:
+            self._fail(str(error))
+
+    def _asked(self, command: str, wanted: str, passing: tuple[str, ...]) -> None:
+        """Wait until QEMU is in a state."""
+        self._ask(command)
+        assert self._monitor is not None
+        try:
+            self._monitor.await_status(command, wanted, passing)
+        except EngineUnavailable as error:
+            self._fail(str(error))
+
+    def _tell(self, kind: Kind, answer: Kind, deadline: float) -> None:
+        """Have the agent do something before it is asked for a command."""
+        self._outgoing += protocol.encode(kind, ROOT_TAG.encode() if kind is Kind.PREPARE else b"")
+        self._expect(answer, deadline)
+
+    def _expect(self, kind: Kind, deadline: float) -> None:
+        """Wait for this frame; no other may come before it."""
+        try:
+            while (left_s := deadline - self._runtime.monotonic()) > 0:
+                for frame in self._turn(left_s):
+                    if frame.kind is not kind:
+                        raise protocol.BadFrame(f"{frame.kind.name} instead of {kind.name}")
+                    if kind is Kind.READY:
+                        protocol.check_ready(frame.payload)
+                    return
+            self._fail(f"its agent did not answer within {deadline - self._started_s:.0f} s")
+        except protocol.BadFrame as error:
+            self._fail(f"its agent does not speak our protocol: {error}")
+        except _Gone:
+            self._fail(self._death())
 
     # --- the command --------------------------------------------------------------------------------------------------
 
@@ -410,7 +486,7 @@ class Machine:
         if self._console is not None:
             while _ready(self._console, select.POLLIN, 0) and self._read_console():
                 pass
-        for each in (self._agent, self._console):
+        for each in (self._agent, self._console, self._monitor, self._monitor_end):
             if each is not None:
                 each.close()
 

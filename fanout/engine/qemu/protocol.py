@@ -5,7 +5,9 @@ Owns frames, the coding of a request, and the checks of what a guest sends, whic
 One byte stream in each direction (a virtio-serial port). A frame is a type (u8), three zero bytes, the length of its
 payload (u32, little endian, at most `MAX_PAYLOAD`), the payload. The guest says READY once and is then asked once:
 REQUEST frames whose payloads together are a list of fields (tag u8, length u32, value), RUN, and meanwhile STDIN and
-STDIN_END. It answers STARTED, STDOUT and STDERR, and last EXIT, or REFUSED where nothing was run.
+STDIN_END. It answers STARTED, STDOUT and STDERR, and last EXIT, or REFUSED where nothing was run. Before it is asked,
+it can be told to PREPARE (mount the root, whose tag is the payload), and to SETTLE (leave zeros in unused memory), and
+says when that is done.
 
 Flow control: the host sends at most `STDIN_WINDOW` bytes of stdin more than CREDIT frames have acknowledged, so
 that the guest needs no more memory than that and always reads the frame KILL. Output is held back by the port itself:
@@ -41,7 +43,7 @@ __all__ = [
     "encode_request",
 ]
 
-VERSION = 1
+VERSION = 2
 MAGIC = b"fanout-agent"
 
 HEADER = struct.Struct("<B3xI")
@@ -64,6 +66,8 @@ class Kind(IntEnum):
     STDIN = 3
     STDIN_END = 4
     KILL = 5
+    PREPARE = 6
+    SETTLE = 7
     READY = 64
     STARTED = 65
     STDOUT = 66
@@ -71,6 +75,8 @@ class Kind(IntEnum):
     CREDIT = 68
     EXIT = 69
     REFUSED = 70
+    PREPARED = 71
+    SETTLED = 72
 
 
 class Stage(IntEnum):
@@ -252,7 +258,7 @@ class Frames:
 
 def _header(buffer: bytearray, at: int) -> tuple[Kind, int]:
     number, length = HEADER.unpack_from(buffer, at)
-    if number < Kind.READY or number > Kind.REFUSED or any(buffer[at + 1 : at + 4]):
+    if number < Kind.READY or number > Kind.SETTLED or any(buffer[at + 1 : at + 4]):
         raise BadFrame(f"a frame of type {number}")
     if length > MAX_PAYLOAD:
         raise BadFrame(f"a frame of {length} bytes")
