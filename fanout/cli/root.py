@@ -12,6 +12,7 @@ import click
 
 from fanout.cli import files, history, maintain, run
 from fanout.cli.app import App, Globals
+from fanout.cli.bench import bench
 from fanout.cli.demo import demo
 from fanout.cli.disk import disk
 from fanout.cli.doctor import doctor
@@ -48,6 +49,7 @@ for _command in (
     serve,
     keys,
     doctor,
+    bench,
 ):
     cli.add_command(_command)
 
