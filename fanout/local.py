@@ -16,14 +16,17 @@ from typing import Any, TypeVar
 import anyio
 import anyio.to_thread
 
+from fanout import wire
 from fanout.api import Disk, Disks, Fanout, Mounts, mounts_of
 from fanout.config import Settings
+from fanout.disk.calls import Calls, call_digest
 from fanout.disk.catalogue import Catalogue
 from fanout.disk.disk import Disk as CoreDisk
 from fanout.disk.disk import Point
 from fanout.engine.base import Engine
 from fanout.engine.open import open_engine
 from fanout.errors import FanoutError, Invalid, Unavailable
+from fanout.local_calls import hash_of, run_claimed
 from fanout.local_disk import LocalDisk
 from fanout.model import (
     CommitPolicy,
@@ -130,8 +133,18 @@ class LocalFanout(Fanout):
         if given is None:
             return await self._exec(command, options, author)
         key = f"{scope}\0{given}"
-        call = partial(self._exec, command, options, author, partial(self._once.keep, key))
-        return await self._once.run(key, _fingerprint(command, options), call)
+        asked = _fingerprint(command, options)
+        if given.startswith(wire.AUTOMATIC):
+            call = partial(self._exec, command, options, author, partial(self._once.keep, key))
+        else:
+            call = partial(self._exec_claimed, call_digest(scope, given), hash_of(asked), command, options, author)
+        return await self._once.run(key, asked, call)
+
+    async def _exec_claimed(
+        self, digest: str, asked: bytes, command: str, options: Mapping[str, Any], author: str | None
+    ) -> Run:
+        job = await self._job(command, options, author)
+        return await run_claimed(self._calls, self._executor, job, digest, asked, self._runtime)
 
     async def _stream(self, command: str, options: dict[str, Any], author: str | None) -> AsyncGenerator[Event, None]:
         if options.pop("idempotency_key", None) is not None:
@@ -194,6 +207,7 @@ class LocalFanout(Fanout):
             self._engine: Engine | None = None
             self._author = settings.author or _user()
             self._lines = Lines(self._catalogue)
+            self._calls = Calls(self._store, self._catalogue, self._runtime)
             self.disks: LocalDisks = LocalDisks(self)
             self._opened = True
 

@@ -35,6 +35,7 @@ from fanout.format.tree import Node
 from fanout.model import CommitPolicy, Event, Finished, GrepOutput, GrepSyntax, Mount, Output, Run, Started, Value
 
 __all__ = [
+    "AUTOMATIC",
     "BEAT",
     "HEARTBEAT_S",
     "IDEMPOTENCY",
@@ -93,6 +94,8 @@ BEAT = b"\n"
 NDJSON = "application/x-ndjson"
 #: Names a call, so that repeating it gives the first one's result.
 IDEMPOTENCY = "Idempotency-Key"
+#: Keys that a client makes up begin so: the server process remembers what came of them, the store does not.
+AUTOMATIC = "auto-"
 #: Of answers: the server process that gave it. `RETRY_OF`, of requests: this may have reached that process before.
 INSTANCE = "Fanout-Instance"
 RETRY_OF = "Fanout-Retry-Of"

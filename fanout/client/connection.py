@@ -73,7 +73,7 @@ class RemoteFanout(Fanout):
             "disks": disks, "cwd": cwd, "env": env, "stdin": stdin, "timeout_s": timeout_s, "network": network,
             "commit": commit, "cpus": cpus, "memory_mib": memory_mib,
         }  # fmt: skip
-        key = request.check_key(idempotency_key) or self.runtime.hex_id(32)
+        key = request.check_key(idempotency_key) or wire.AUTOMATIC + self.runtime.hex_id(32)
         body = self._body(command, options)
         async with self._slot(), self._under_way(key):
             return wire.run_of(await self.http.call("POST", "/exec", body=body, key=key))
@@ -82,7 +82,7 @@ class RemoteFanout(Fanout):
         if options.pop("idempotency_key", None) is not None:
             raise Invalid("idempotency_key is set: a stream cannot be joined; use exec")
         body = self._body(command, request.check_options(options))
-        key = self.runtime.hex_id(32)
+        key = wire.AUTOMATIC + self.runtime.hex_id(32)
         ended = False
         try:
             async with (

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from itertools import islice
 
+from fanout.disk.calls import old_calls
 from fanout.disk.fresh import store_now
 from fanout.disk.log import Log
 from fanout.disk.reach import LogView, Reach
@@ -106,7 +107,7 @@ def collect(
             if view.boundary > view.record.boundary:
                 _announce(store, layout.trim_key(record.id, view_uuid, view.boundary), runtime)
                 store.put(layout.kept_key(record.id, view_uuid, view.boundary), encode_kept(view.kept))
-    probes = _old(store.list("probe/"), min(oldest_ns, now_ns - _PROBE_NS))
+    probes = _old(store.list("probe/"), min(oldest_ns, now_ns - _PROBE_NS)) | old_calls(store, now_ns)
     garbage = _Garbage({}, {}, {}, dict(reach.old_uploads), pages, packs, probes)
     for uuid, view in reach.logs.items():
         _add_trimmed(garbage, record.id, uuid, view)

@@ -17,11 +17,13 @@ from fanout.errors import Corrupt
 __all__ = [
     "BRANCH",
     "CHECKPOINT",
+    "CLAIM",
     "DISK",
     "END",
     "ENTRY",
     "KEY",
     "MASTER",
+    "OUTCOME",
     "PAGE",
     "PART",
     "SEAL",
@@ -36,7 +38,7 @@ __all__ = [
 VERSION = 1
 DISK, BRANCH, CHECKPOINT, ENTRY, SNAP, PAGE, SEAL = b"D", b"B", b"C", b"E", b"S", b"P", b"X"
 UPLOAD, PART, END = b"U", b"R", b"Z"
-KEY, MASTER = b"A", b"M"  # K is a kept record (trim.py)
+KEY, MASTER, CLAIM, OUTCOME = b"A", b"M", b"Q", b"O"  # K is a kept record (trim.py)
 
 _MAGIC = b"FAN"
 _HEADER = 4 + 1 + 16

@@ -10,6 +10,7 @@ import re
 from fanout.errors import Invalid
 
 __all__ = [
+    "CALLS",
     "CATALOGUE",
     "KEYS",
     "MAIN",
@@ -18,6 +19,9 @@ __all__ = [
     "access_key",
     "branch_key",
     "branch_prefix",
+    "call_key",
+    "call_number",
+    "call_prefix",
     "check_branch_name",
     "check_name",
     "checkpoint_key",
@@ -52,6 +56,8 @@ __all__ = [
 MAIN = "main"
 #: Prefix of the create-only objects that make disk names unique.
 CATALOGUE = "names/"
+#: Prefix of the calls that had an idempotency key.
+CALLS = "calls/"
 #: Prefix of the create-only records of API keys.
 KEYS = "keys/"
 #: The secret that S3 secrets and share links are derived from; create-only.
@@ -85,6 +91,20 @@ def check_branch_name(argument: str, value: object) -> str:
 def is_disk_id(value: str) -> bool:
     """Whether `value` has the form of a disk id, `dsk-` and 16 hex digits."""
     return _DISK_ID.fullmatch(value) is not None
+
+
+def call_prefix(digest: str) -> str:
+    return f"{CALLS}{digest}/"
+
+
+def call_key(digest: str, number: int, kind: str) -> str:
+    """Return the key of claim `number` of a call: `claim` and `end` are create-only, `beat` is its sign of life."""
+    return f"{CALLS}{digest}/{number:06d}-{kind}"
+
+
+def call_number(key: str) -> int:
+    """Return the number of the claim that a key of a call belongs to."""
+    return int(key.rpartition("/")[2][:6])
 
 
 def access_key(key_id: str) -> str:

@@ -23,7 +23,7 @@ LEVELS = [
     {"run"},
     {"api"},
     {"wire"},
-    {"local_disk"},
+    {"local_calls", "local_disk"},
     {"local", "client"},
     {"default"},
     {"sync", "server"},
