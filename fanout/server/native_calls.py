@@ -198,13 +198,17 @@ class Native:
 
         return Patient(remembered, self.headers, finish=True)
 
-    def key_of(self, request: Request) -> str | None:
-        """Return the idempotency key of a request; `Unknown` for one that another process may have had before."""
+    def key_of(self, request: Request, *, kept: bool = False) -> str | None:
+        """Return the idempotency key of a request; `Unknown` for one that another process may have had before.
+
+        `kept`: what comes of the call is kept in the store, unless the client made the key up.
+        """
         key = request.headers.get(wire.IDEMPOTENCY)
         if key is not None and not 0 < len(key) <= 255:
             raise Invalid.argument(wire.IDEMPOTENCY, key, "1 to 255 characters")
         before = request.headers.get(wire.RETRY_OF)
-        if before is not None and before != self.instance:
+        anywhere = kept and key is not None and not key.startswith(wire.AUTOMATIC)
+        if before is not None and before != self.instance and not anywhere:
             raise Unknown(
                 "the server was restarted while it had this call, or the call was sent to another server before: "
                 "whether it was done cannot be learned"
