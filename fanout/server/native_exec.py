@@ -72,7 +72,7 @@ def add_routes(native: Native) -> None:
 
     async def exec_(request: Request, caller: CallerOf) -> Response:
         """Run a command in a fresh sandbox and answer with what became of it. Hanging up kills it."""
-        key = native.key_of(request)
+        key = native.key_of(request, kept=True)
         command, mounts, options = wire.exec_call(wire.json_of(await request.body()))
 
         async def work() -> Response:
