@@ -87,18 +87,21 @@ class Children:
         return found
 
 
-def moves(wanted: Sequence[tuple[int, int]], reserved: int) -> list[tuple[Any, ...]]:
+def moves(wanted: Sequence[tuple[int, int]], opened: tuple[str, int], reserved: int) -> list[tuple[Any, ...]]:
     """Return what gives a child these descriptors under these numbers, in whatever order they overlap.
 
-    The parent's own are all from `reserved` up.
+    `opened` is a file that it gets opened anew, at its start. All of ours have numbers from `reserved` on.
     """
+    path, place = opened
     if all(number < reserved for _, number in wanted):  # then none is one of ours
-        return [(os.POSIX_SPAWN_DUP2, fd, number) for fd, number in wanted]
-    free = max(number for pair in wanted for number in pair) + 1
-    moves: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_DUP2, fd, free + i) for i, (fd, _) in enumerate(wanted)]
-    for i, (_, number) in enumerate(wanted):
-        moves += [(os.POSIX_SPAWN_DUP2, free + i, number), (os.POSIX_SPAWN_CLOSE, free + i)]
-    return moves
+        copied = [(os.POSIX_SPAWN_DUP2, fd, number) for fd, number in wanted]
+        return [*copied, (os.POSIX_SPAWN_OPEN, place, path, os.O_RDONLY, 0)]
+    free = max(reserved, place, *(number for pair in wanted for number in pair)) + 1
+    done: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_OPEN, free, path, os.O_RDONLY, 0)]
+    done += [(os.POSIX_SPAWN_DUP2, fd, free + 1 + i) for i, (fd, _) in enumerate(wanted)]
+    for i, number in enumerate((place, *(number for _, number in wanted))):
+        done += [(os.POSIX_SPAWN_DUP2, free + i, number), (os.POSIX_SPAWN_CLOSE, free + i)]
+    return done
 
 
 def mark_for_oom(pid: int) -> None:

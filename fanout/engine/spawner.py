@@ -227,12 +227,11 @@ class Spawner:
             os.set_blocking(status_w, True)
             wanted = [(stdin, 0), (stdout, 1), (stderr, 2), (args, to_args), (status_w, to_status)]
             wanted += [(block_r, to_block), *zip(others, numbers, strict=True)]
-            opened = (os.POSIX_SPAWN_OPEN, to_filter, self.filter, os.O_RDONLY, 0)  # at its start each time
             sandbox.monitor = os.posix_spawn(
                 sandbox.argv[0],
                 sandbox.argv,
                 self.mark,
-                file_actions=[*moves(wanted, RESERVED), opened],
+                file_actions=moves(wanted, (self.filter, to_filter), RESERVED),
                 setsid=True,
                 setsigmask=(),
                 setsigdef=SIGNALS,
