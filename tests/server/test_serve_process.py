@@ -255,6 +255,16 @@ def test_two_servers_on_one_bucket_are_both_right(server: Running, tmp_path: Pat
         for each in both:
             told = each.call("POST", f"/disks/{disk_name}/exec", {"command": "cat [0-9]* | sort -n | tr '\\n' ' '"})
             assert told.json()["data"]["stdout"] == "".join(f"{number} " for number in range(16))
+        told = [
+            each.client.post(
+                f"{each.url}/api/disks/{disk_name}/exec",
+                json={"command": "echo x >> once; cat once"},
+                headers={"Authorization": server.token, "Idempotency-Key": disk_name},
+            ).json()["data"]
+            for each in (server, other, server)
+        ]
+        assert [each["stdout"] for each in told] == ["x\n"] * 3
+        assert len({each["execId"] for each in told}) == 1
         made = server.call("POST", "/tokens", {"name": "both"}).json()["data"]
         assert other.call("GET", "/disks", token=made["token"]).status_code == 200
         assert other.call("DELETE", f"/tokens/{made['id']}").status_code == 200

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from fastapi import Header
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
@@ -19,6 +20,7 @@ __all__ = [
     "ExecBody",
     "ExecManyBody",
     "GrepBody",
+    "IdempotencyKey",
     "MountBody",
     "RevokeBody",
     "RootAttributes",
@@ -29,6 +31,8 @@ __all__ = [
 
 #: More disks than this in one exec are a mistake.
 _MAX_MOUNTS = 64
+#: A header: the same call again under it gives the first one's result, on every server of the bucket.
+IdempotencyKey = Annotated[str | None, Header(alias="Idempotency-Key", min_length=1, max_length=255)]
 _Id = Annotated[int, Field(ge=0, le=2**32 - 2)]
 
 

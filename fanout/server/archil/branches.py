@@ -6,10 +6,9 @@ Owns making a retried creation the same one, and how a branch is described.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
 
 import anyio.to_thread
-from fastapi import APIRouter, Header, Response
+from fastapi import APIRouter, Response
 
 from fanout.disk.branch import Branch
 from fanout.disk.disk import Disk
@@ -17,18 +16,19 @@ from fanout.disk.load import lineage_at
 from fanout.errors import Exists, Invalid, NotFound
 from fanout.format.layout import check_branch_name
 from fanout.server.answers import success
-from fanout.server.archil.bodies import BranchBody
+from fanout.server.archil.bodies import BranchBody, IdempotencyKey
 from fanout.server.archil.disks import line_id, timestamp
 from fanout.server.caller import CallerOf
 
 __all__ = ["router"]
 
 router = APIRouter()
-_Key = Annotated[str | None, Header(alias="Idempotency-Key", max_length=255)]
 
 
 @router.post("/disks/{disk}/branches", status_code=201, summary="Start a branch from a checkpoint")
-async def create_branch(disk: str, body: BranchBody, caller: CallerOf, idempotency_key: _Key = None) -> Response:
+async def create_branch(
+    disk: str, body: BranchBody, caller: CallerOf, idempotency_key: IdempotencyKey = None
+) -> Response:
     """Start a writable branch. With the same Idempotency-Key and arguments again: the branch that was made then."""
     found = await caller.disk(disk, "write")
     check_branch_name("branch_name", body.branch_name)

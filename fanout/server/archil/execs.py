@@ -15,7 +15,7 @@ from fanout.local_disk import LocalDisk
 from fanout.model import Mount, Run
 from fanout.run.mounts import PlacedMount
 from fanout.server.answers import failure, success
-from fanout.server.archil.bodies import ExecBody, ExecManyBody, GrepBody, MountBody
+from fanout.server.archil.bodies import ExecBody, ExecManyBody, GrepBody, IdempotencyKey, MountBody
 from fanout.server.caller import Caller, CallerOf
 from fanout.server.running import run_exec, unless_gone
 
@@ -30,7 +30,9 @@ router = APIRouter()
 
 
 @router.post("/disks/{disk}/exec", summary="Run a command on one disk")
-async def exec_one(disk: str, body: ExecBody, request: Request, caller: CallerOf) -> Response:
+async def exec_one(
+    disk: str, body: ExecBody, request: Request, caller: CallerOf, idempotency_key: IdempotencyKey = None
+) -> Response:
     """Run a command in a fresh sandbox that sees the disk at /mnt, /mnt/archil and /mnt/data, and starts in /mnt.
 
     The disk is mounted in shared mode; read-only where the key may only read, or the id is a checkpoint's.
@@ -38,11 +40,13 @@ async def exec_one(disk: str, body: ExecBody, request: Request, caller: CallerOf
     found = await caller.disk(disk)
     mount = found.mount(read_only=found.at is not None or not _may_write(caller, found))
     placed = PlacedMount.of(mount, _ROOT, _ALIASES)
-    return await _run(request, caller, body.command, {"disk": placed}, _ROOT)
+    return await _run(request, caller, body.command, {"disk": placed}, _ROOT, idempotency_key)
 
 
 @router.post("/exec", summary="Run a command on several disks")
-async def exec_many(body: ExecManyBody, request: Request, caller: CallerOf) -> Response:
+async def exec_many(
+    body: ExecManyBody, request: Request, caller: CallerOf, idempotency_key: IdempotencyKey = None
+) -> Response:
     """Run a command in a fresh sandbox that sees each disk at its own path below /mnt/archil, and starts there."""
     mounts: dict[str, Mount] = {}
     taken: list[str] = []
@@ -62,7 +66,7 @@ async def exec_many(body: ExecManyBody, request: Request, caller: CallerOf) -> R
         mounts[path.replace("/", ".") if path.replace("/", ".") not in mounts else f"disk-{len(mounts)}"] = (
             PlacedMount.of(mount, f"{_BASE}/{path}")
         )
-    return await _run(request, caller, body.command, mounts, _BASE if mounts else "/mnt")
+    return await _run(request, caller, body.command, mounts, _BASE if mounts else "/mnt", idempotency_key)
 
 
 @router.post("/disks/{disk}/grep", summary="Search a disk")
@@ -119,9 +123,11 @@ def _path(given: str, taken: list[str]) -> str:
     return path
 
 
-async def _run(request: Request, caller: Caller, command: str, mounts: Mapping[str, Mount], cwd: str) -> Response:
+async def _run(
+    request: Request, caller: Caller, command: str, mounts: Mapping[str, Mount], cwd: str, key: str | None
+) -> Response:
     limit_s = caller.state.limits.call_s
-    run = await run_exec(request, caller, command, disks=mounts, cwd=cwd, timeout_s=limit_s)
+    run = await run_exec(request, caller, command, disks=mounts, cwd=cwd, timeout_s=limit_s, idempotency_key=key)
     result = _told(run)
     if run.conflict is not None:
         ended = f"; the command itself ended with exit code {result['exitCode']}"
