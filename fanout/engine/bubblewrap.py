@@ -50,6 +50,12 @@ NESTING = ("CAP_SETFCAP",)
 #: What /tmp, /dev/shm and the home directory may each hold. Their pages are memory.
 TMPFS_BYTES = 4 * 1024**3
 
+#: Files in /proc that tell the host's root about all of the host.
+ROOT_S = (
+    *("keys", "key-users", "kcore", "kpageflags", "kpagecount", "kpagecgroup", "pagetypeinfo", "slabinfo"),
+    *("timer_list", "vmallocinfo", "allocinfo"),
+)
+
 #: Where bwrap finds what it is told otherwise than by its arguments.
 WORDS = ("--args", str(ARGS), "--json-status-fd", str(STATUS), "--block-fd", str(BLOCK), "--seccomp", str(FILTER), "--")
 
@@ -304,6 +310,7 @@ class _Host:
             *(word for capability in (CAPABILITIES + NESTING * nested) for word in ("--cap-add", capability)),
             *(() if nested or _proc_sys_read_only() else ("--disable-userns",)),
             *rootfs.system_arguments(root, etc, host_paths, self.spawner.seen_at),
+            *(() if self.spawner.mapped else _covers()),
         ]
         raise_open_files()
 
@@ -364,6 +371,14 @@ def find_bwrap() -> str:
     if version is None or (int(version[1]), int(version[2])) < MIN_VERSION:
         raise EngineUnavailable(f"{found} is {said.strip() or 'unknown'}: bubblewrap 0.11 or later is needed")
     return found
+
+
+def _covers() -> list[str]:
+    """Return options that hide what of /proc only the host's root may read or write, for who runs as that."""
+    directories = [path for path in map("/proc/{}".format, ("acpi", "fs", "scsi")) if os.path.isdir(path)]
+    files = [path for path in map("/proc/{}".format, ROOT_S) if os.path.isfile(path)]
+    options = [word for path in directories for word in ("--tmpfs", path, "--remount-ro", path)]
+    return options + [word for path in files for word in ("--ro-bind", "/dev/null", path)]
 
 
 def home_of(bwrap: str) -> str:

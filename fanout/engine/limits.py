@@ -27,6 +27,9 @@ OPEN_FILES = 65536
 #: Processes and threads of one exec: enough for any build, and few enough that many bombs fit on a host.
 PIDS_MAX = 4096
 
+#: One byte, not none: for none the kernel still feeds a dump to the program that the host's core_pattern names.
+NO_CORE = 1
+
 #: Since this Linux a user's processes are counted apart in each user namespace.
 COUNTED_APART = (5, 14)
 
@@ -147,7 +150,7 @@ def rlimits(limits: Limits, *, cgroup: bool, own_user: bool) -> list[tuple[int, 
 
     `own_user` says that nobody else runs as the user that the command runs as, on this host.
     """
-    chosen = [(resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, OPEN_FILES)]
+    chosen = [(resource.RLIMIT_CORE, NO_CORE), (resource.RLIMIT_NOFILE, OPEN_FILES)]
     if not cgroup:
         if own_user or _kernel() >= COUNTED_APART:
             chosen.append((resource.RLIMIT_NPROC, PIDS_MAX))

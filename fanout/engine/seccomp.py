@@ -59,6 +59,7 @@ NUMBERS: dict[str, tuple[int | None, int | None]] = {
     "perf_event_open": (298, 241),
     "personality": (135, 92),
     "pivot_root": (155, 41),
+    "ptrace": (101, 117),
     "quotactl": (179, 60),
     "quotactl_fd": (443, 443),
     "reboot": (169, 142),
@@ -163,6 +164,7 @@ def program(machine: str | None = None, *, nested: bool = False) -> bytes:
         filter.call("unshare", [(_IF_ANY, 0, NAMESPACES)], "denied")
         filter.call("clone", [(_IF_ANY, 0, CLONE_NAMESPACES)], "denied")
     filter.call("ioctl", [(_IF_EQUAL, 1, TIOCSTI), (_IF_EQUAL, 1, TIOCLINUX)], "denied")
+    filter.call("ptrace", [(_IF_EQUAL, 1, 1)], "denied")  # who holds the init holds up the end
     filter.only("personality", 0, PERSONALITIES, "denied")
     filter.only("socketpair", 0, (AF_UNIX,), "family")
     filter.sockets()

@@ -124,6 +124,8 @@ def test_arguments_decide_for_sockets_ioctls_and_personalities(machine: str) -> 
     for request in (0x5412, 0x541C, 0x1_0000_5412):  # the kernel looks at the lower half only
         assert verdict(machine, "ioctl", 0, request) == errno.EPERM
     assert verdict(machine, "ioctl", 0x5412, 0x5413) == 0
+    assert verdict(machine, "ptrace", 16, 2) == 0
+    assert verdict(machine, "ptrace", 16, 1) == errno.EPERM
     assert verdict(machine, "personality", 0) == verdict(machine, "personality", 0xFFFFFFFF) == 0
     assert verdict(machine, "personality", 0x0400000) == errno.EPERM  # READ_IMPLIES_EXEC
 
