@@ -6,7 +6,7 @@ Owns dispatch, the headers every answer has, and what becomes of an error. The o
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import aclosing
 from typing import Any
 
@@ -27,7 +27,7 @@ from fanout.server.state import State
 
 __all__ = ["S3Gateway"]
 
-Scope = dict[str, Any]
+Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
 Operation = Callable[[Call], Awaitable[Reply]]
