@@ -5,7 +5,7 @@ Owns taking a request apart and the rules for keys. Decides nothing about rights
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote_to_bytes
@@ -34,7 +34,7 @@ class Request:
     raw_query: list[tuple[str, str]]
     query: dict[str, str]
     headers: dict[str, str]
-    scope: dict[str, Any]
+    scope: MutableMapping[str, Any]
 
     @property
     def resource(self) -> str:
@@ -61,7 +61,7 @@ class Reply:
     length: int | None = None
 
 
-def parse(scope: dict[str, Any]) -> Request:
+def parse(scope: MutableMapping[str, Any]) -> Request:
     """Take an ASGI scope apart; `InvalidURI` for what is no path of a bucket or key."""
     raw_path: bytes = (scope.get("raw_path") or scope["path"].encode()).partition(b"?")[0]
     if not raw_path.startswith(b"/"):
