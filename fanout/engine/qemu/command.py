@@ -27,7 +27,7 @@ TRANSLATED_MIB = 32
 MACHINE = "microvm,x-option-roms=off,isa-serial=on,rtc=on,memory-backend=memory"
 
 #: Where a device is plugged in later: the one port of a PCI Express bus, which is there for that only.
-PORT = "port"
+PORT = "plug"
 
 #: The tag under which virtiofsd's tree is known in the guest.
 ROOT_TAG = "root"
@@ -61,7 +61,7 @@ class Inherited:
     """Descriptors of QEMU's: sockets to the agent, the console and virtiofsd.
 
     With a `monitor` the file system is not there at the start but plugged in later, into memory that is the file
-    `memory`; and with a `state`, a file, the guest does not boot but goes on from there.
+    `memory`. One that `resumes` does not boot, but is told by its monitor from where to go on.
     """
 
     agent: int
@@ -69,7 +69,7 @@ class Inherited:
     filesystem: int | None = None
     monitor: int | None = None
     memory: int | None = None
-    state: int | None = None
+    resumes: bool = False
 
 
 def find_qemu() -> str:
@@ -111,10 +111,10 @@ def command_line(image: Image, guest: Guest, inherited: Inherited) -> list[str]:
         if inherited.monitor is None:
             argv += ["-device", f"vhost-user-fs-device,chardev=files,tag={ROOT_TAG},queue-size=256"]
     if inherited.monitor is not None:
-        argv += ["-device", f"pcie-root-port,id={PORT},chassis=1,slot=1", "-global", "migration.x-ignore-shared=on"]
+        argv += ["-device", f"pcie-root-port,id={PORT},chassis=1,slot=1"]
         argv += ["-chardev", f"socket,id=monitor,fd={inherited.monitor}", "-mon", "chardev=monitor,mode=control"]
-    if inherited.state is not None:
-        argv += ["-incoming", f"fd:{inherited.state}"]
+    if inherited.resumes:
+        argv += ["-incoming", "defer"]
     if guest.netdev is not None:
         argv += ["-netdev", f"{guest.netdev},id=net", "-device", "virtio-net-device,netdev=net"]
     return argv

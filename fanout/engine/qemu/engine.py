@@ -33,6 +33,7 @@ from fanout.engine.qemu.plan import Plan
 from fanout.engine.qemu.pool import Pool
 from fanout.engine.qemu.protocol import Request, Tmpfs
 from fanout.engine.qemu.share import GUEST_DIRECTORIES, find_virtiofsd, tree_options
+from fanout.engine.qemu.template import Templates
 from fanout.engine.qemu.vm import VM, Host
 from fanout.engine.spawning import Spawner
 from fanout.errors import EngineUnavailable, Invalid
@@ -213,6 +214,7 @@ class _Host:
         self.private_mounts = spawner.private_mounts
         seen_at = spawner.seen_at
         kernel, initramfs = map(Path, map(seen_at, files))
+        pooled = Guest(memory_bytes=engine._memory_bytes, acceleration=self.acceleration)
         self._vms = Host(
             spawner=spawner,
             bwrap=bwrap.replace(home_of(bwrap), seen_at(home_of(bwrap)), 1),
@@ -221,9 +223,10 @@ class _Host:
             files={str(made.kernel): str(kernel), str(made.initramfs): str(initramfs)},
             tree=tree_options(root, etc, host_paths, seen_at),
             directory=self._directory.path,
+            templates=Templates(engine._cache_dir / "qemu", made),
+            copied=pooled if self.acceleration == "tcg" else None,
             runtime=self.runtime,
         )
-        pooled = Guest(memory_bytes=engine._memory_bytes, acceleration=self.acceleration)
         plan = Plan(pooled, size=engine._pool_size, boots=_boots(), memory_bytes=_memory_for_vms())
         self.pool = Pool(plan, self._make)
         raise_open_files()

@@ -42,6 +42,9 @@ SEND_S = 30.0
 #: How long a killed QEMU may take to be gone.
 DEATH_S = 60.0
 
+#: Memory that is a shared file is not part of a saved state.
+WITHOUT_MEMORY = [{"capability": "x-ignore-shared", "state": True}]
+
 Status = Literal["completed", "timed_out", "killed", "oom"]
 
 
@@ -141,9 +144,9 @@ class Machine:
         if self._files is not None:
             self._monitor_end, monitor_there = socket.socketpair()
             there.append(monitor_there)
-            state = self._files.state if self._files.resumes else None
-            numbers = replace(numbers, monitor=monitor_there.fileno(), memory=self._files.memory, state=state)
-        inherited = [each.fileno() for each in there] + ([self._files.memory, self._files.state] if self._files else [])
+            memory, resumes = self._files.memory, self._files.resumes
+            numbers = replace(numbers, monitor=monitor_there.fileno(), memory=memory, resumes=resumes)
+        inherited = [each.fileno() for each in there] + ([self._files.memory] if self._files else [])
         try:
             argv = command_line(self._image, self._guest, numbers)
             self._started_s = self._runtime.monotonic()
@@ -171,6 +174,9 @@ class Machine:
         """
         deadline = self._started_s + timeout_s
         if self._files is not None and self._files.resumes:
+            self._ask("migrate-set-capabilities", capabilities=WITHOUT_MEMORY)
+            self._ask("getfd", self._files.state, fdname="state")
+            self._ask("migrate-incoming", uri="fd:state")
             self._asked("query-status", "paused", ("inmigrate",))
             self.plug(timeout_s)
         else:
@@ -187,7 +193,9 @@ class Machine:
         assert self._files is not None
         self._tell(Kind.SETTLE, Kind.SETTLED, self._runtime.monotonic() + timeout_s)
         self._ask("stop")
-        self._ask("migrate", uri=f"fd:{self._files.state}")
+        self._ask("migrate-set-capabilities", capabilities=WITHOUT_MEMORY)
+        self._ask("getfd", self._files.state, fdname="state")
+        self._ask("migrate", uri="fd:state")
         self._asked("query-migrate", "completed", ("setup", "active", "device"))
 
     def plug(self, timeout_s: float = 30.0) -> None:
@@ -223,13 +231,13 @@ class Machine:
         except OSError:
             return 0
 
-    def _ask(self, command: str, **arguments: Any) -> None:
+    def _ask(self, command: str, *fds: int, **arguments: Any) -> None:
         """Have QEMU do something."""
         try:
             if self._monitor is None:
                 assert self._monitor_end is not None
                 self._monitor = Monitor(self._monitor_end, self._runtime)
-            self._monitor.ask(command, **arguments)
+            self._monitor.ask(command, *fds, **arguments)
         except EngineUnavailable as error:
             self._fail(str(error))
 

@@ -31,10 +31,10 @@ class Monitor:
         self._read()
         self.ask("qmp_capabilities")
 
-    def ask(self, command: str, **arguments: Any) -> Any:
-        """Return what a command returns."""
+    def ask(self, command: str, *fds: int, **arguments: Any) -> Any:
+        """Return what a command returns. Descriptors go with it, for `getfd`."""
         try:
-            self._connection.sendall(json.dumps({"execute": command, "arguments": arguments}).encode())
+            socket.send_fds(self._connection, [json.dumps({"execute": command, "arguments": arguments}).encode()], fds)
         except OSError as error:
             raise EngineUnavailable(f"QEMU's monitor: {error}") from error
         while True:

@@ -5,6 +5,7 @@ Owns that neither is left without the other. Knows nothing of who waits for VMs.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +14,10 @@ from fanout.engine import rootfs
 from fanout.engine.base import Exit, Mount, Sink
 from fanout.engine.qemu.image import Image
 from fanout.engine.qemu.jail import Jail
-from fanout.engine.qemu.machine import Guest, Hypervisor, Machine
+from fanout.engine.qemu.machine import Files, Guest, Hypervisor, Machine
 from fanout.engine.qemu.protocol import Request
 from fanout.engine.qemu.share import Share, Virtiofsd
+from fanout.engine.qemu.template import Templates
 from fanout.engine.spawning import Spawner
 from fanout.errors import EngineUnavailable
 from fanout.runtime import Runtime
@@ -31,7 +33,7 @@ class Host:
     """What VMs are made with here: programs, the image, and where the tree comes from.
 
     `files` are the image's two, and where a sandbox's user finds them; `tree` are bwrap's options for what guests see,
-    `directory` a private place for sockets.
+    `directory` a private place for sockets. Guests like `copied` are copies of a template.
     """
 
     spawner: Spawner
@@ -41,6 +43,8 @@ class Host:
     files: Mapping[str, str]
     tree: Sequence[str]
     directory: str
+    templates: Templates
+    copied: Guest | None
     runtime: Runtime
 
 
@@ -58,30 +62,68 @@ class VM:
     def boot(self) -> None:
         """Start it and wait until its agent answers; `EngineUnavailable` says what happened instead."""
         try:
-            share = Share(
-                self._host.virtiofsd, self._host.spawner, self._host.bwrap, self._host.tree, self._host.directory
-            )
-            self._share = share
-            machine = Machine(
-                self._host.image,
-                self.guest,
-                filesystem=share.connection,
-                launch=self._launch,
-                runtime=self._host.runtime,
-            )
-            machine.start()
-            with self._lock:
-                self._machine = machine
-                killed = self._killed
-            if killed:
-                raise EngineUnavailable("the VM was killed")
-            machine.wait_ready(BOOT_S)
+            if self.guest == self._host.copied:
+                self._copy_or_make()
+            else:
+                self._start(None).wait_ready(BOOT_S)
         except BaseException as error:
             said = self._share.said() if self._share is not None else ""
             self.end()
             if said and isinstance(error, EngineUnavailable):
                 raise EngineUnavailable(f"{error}; virtiofsd: {said}") from error
             raise
+
+    def _copy_or_make(self) -> None:
+        """Go on from the template; where there is none yet, boot, and become it on the way."""
+        templates = self._host.templates
+        if self._resume(templates):
+            return
+        with templates.making(self.guest) as files:
+            if files is not None:
+                machine = self._start(files)
+                machine.wait_ready(BOOT_S)
+                machine.save(BOOT_S)
+                try:
+                    templates.keep(self.guest, files)
+                except OSError as error:
+                    raise EngineUnavailable(f"cannot keep a template of VMs: {error}") from error
+                machine.plug(BOOT_S)
+                return
+        if not self._resume(templates):
+            raise EngineUnavailable("the template of VMs vanished")
+
+    def _resume(self, templates: Templates) -> bool:
+        files = templates.resume(self.guest)
+        if files is None:
+            return False
+        try:
+            self._start(files).wait_ready(BOOT_S)
+        except EngineUnavailable:
+            if not self._killed:
+                templates.drop(self.guest)  # the next one boots
+            raise
+        finally:
+            os.close(files.memory)
+            os.close(files.state)
+        return True
+
+    def _start(self, files: Files | None) -> Machine:
+        host = self._host
+        share = self._share = Share(host.virtiofsd, host.spawner, host.bwrap, host.tree, host.directory)
+        machine = Machine(
+            host.image,
+            self.guest,
+            filesystem=share.connection,
+            launch=self._launch,
+            files=files,
+            runtime=host.runtime,
+        )
+        with self._lock:
+            self._machine = machine
+            if self._killed:
+                machine.kill()
+        machine.start()
+        return machine
 
     def alive(self) -> bool:
         """Say whether both are there."""
@@ -132,5 +174,5 @@ class VM:
             options += ["--ro-bind", seen_at, path]
         if self.guest.acceleration == "kvm":
             options += ["--dev-bind", "/dev/kvm", "/dev/kvm"]
-        options += ["--remount-ro", "/"]
+        options += ["--proc", "/proc", "--remount-ro", "/"]
         return Jail(self._host.spawner, self._host.bwrap, options, argv, output=output, others=inherited)
