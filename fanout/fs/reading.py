@@ -127,8 +127,10 @@ class ReadableDisks(AsyncFileSystem):  # type: ignore[misc]
     async def _exists(self, path: str, **kwargs: Any) -> bool:
         try:
             await self._info(path, **kwargs)
+        except FileNotFoundError:
+            return False
         except OSError as error:
-            if error.errno in (errno.ENOENT, errno.EINVAL, errno.ELOOP):
+            if error.errno in (errno.EINVAL, errno.ELOOP):
                 return False
             raise
         return True
@@ -223,6 +225,13 @@ class ReadableDisks(AsyncFileSystem):  # type: ignore[misc]
         if high is not None and high <= low:
             high = low  # nothing, of something that is there
         return await self._read(path, lambda disk, key: disk.get_object(key, start=low, end=high))
+
+    async def _cat(self, path: Any, recursive: bool = False, on_error: str = "raise", **kwargs: Any) -> Any:
+        if recursive and isinstance(path, str) and await self._isdir(path):
+            path, recursive = await self._find(path), False  # fsspec would read the directories, too
+            if not path:
+                return {}
+        return await super()._cat(path, recursive=recursive, on_error=on_error, **kwargs)
 
     async def _read(self, path: str, read: Callable[[Disk, str], Awaitable[T]]) -> T:
         """Read a file, by the key that it has behind any links."""
