@@ -75,25 +75,30 @@ async def _objects(
 ) -> None:
     calls = max(_CALLS[size][bytes_] // width, 1)
     prefix = f"{'read' if what == 'get' else 'written'}/{bytes_}/"
+    keys = _keys(bytes_) if what == "get" else width * calls
     bursts: dict[str, list[Found]] = {server.name: [] for server in found}
 
     def side(server: Server) -> Side:
-        load = replace(server.at, what=what, prefix=prefix, size=bytes_, keys=_keys(bytes_), clients=width, calls=calls)
+        load = replace(server.at, what=what, prefix=prefix, size=bytes_, keys=keys, clients=width, calls=calls)
 
         async def burst() -> float:
             done = await anyio.to_thread.run_sync(loaded, load)
+            if done.refused and server.name == "fanout":
+                raise RuntimeError(done.refused[0])
             bursts[server.name].append(done)
-            return width * calls / done.wall_ms * 1e3
+            return len(done.calls_ms) / done.wall_ms * 1e3
 
         return burst
 
     rates = await interleave({server.name: side(server) for server in found}, _ROUNDS[size])
     label = f"{what.upper()} {_size(bytes_)}, {width} client{'s' if width > 1 else ''}"
-    times: dict[str, Stats] = {}
     for server in found:
-        samples = [ms for done in bursts[server.name][1:] for ms in done.calls_ms]
-        times[server.name] = report.add(f"{label}: {server.name}, a call", samples)
+        done = bursts[server.name][1:]
+        report.add(f"{label}: {server.name}, a call", [ms for burst in done for ms in burst.calls_ms])
         report.add(f"{label}: {server.name}", rates[server.name], "calls/s")
+        refused = [text for burst in done for text in burst.refused]
+        if refused:
+            report.notes.append(f"{label}: {server.name} refused {len(refused)} calls: {refused[0][:60]!r}")
     ours = Stats.of(rates["fanout"]).p50
     for server in found[1:]:
         limit = SMALL_TIMES if server.name == "moto" and bytes_ == _SMALL else None

@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 from urllib.parse import quote, urlsplit
@@ -50,11 +51,19 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """Milliseconds of every call, and of all of them together; how many keys the last listing had."""
+    """Milliseconds of every call, and of all of them together; how many keys the last listing had.
+
+    `refused` says what calls were answered that did not succeed.
+    """
 
     calls_ms: list[float]
     wall_ms: float
-    listed: int = 0
+    listed: int
+    refused: list[str]
+
+
+class Refused(Exception):
+    """An answer that is no success."""
 
 
 class Signer:
@@ -133,7 +142,7 @@ class Connection:
             self._socket.close()
             self._socket = None
         if status not in ("200", "204", "206"):
-            raise RuntimeError(f"{self._address}: {lines[0]}: {content[:300].decode('utf-8', 'replace')}")
+            raise Refused(f"{lines[0]}: {content[:300].decode('utf-8', 'replace')}")
         return size, content
 
     def _received(self, view: memoryview) -> int:
@@ -171,6 +180,7 @@ class _Client:
     heads: list[bytes] = field(default_factory=list)
     calls_ms: list[float] = field(default_factory=list)
     listed: int = 0
+    refused: list[str] = field(default_factory=list)
     error: Exception | None = None
     connection: Connection = field(init=False)
 
@@ -186,21 +196,27 @@ class _Client:
 
     def run(self, start: threading.Barrier) -> None:
         try:
-            # The first call opens the connection, and what is behind it.
-            self._list() if self.load.what == "list" else self.connection.call(self.heads[0], self.body)
+            with suppress(Refused):
+                self._call(0)  # opens the connection, and what is behind it
             start.wait()
             for number in range(self.load.calls):
                 began = time.perf_counter()
-                if self.load.what == "list":
-                    self._list()
-                else:
-                    size, _ = self.connection.call(self.heads[number], self.body)
-                    if self.load.what == "get" and size != self.load.size:
-                        raise RuntimeError(f"{size} bytes came instead of {self.load.size}")
-                self.calls_ms.append((time.perf_counter() - began) * 1e3)
+                try:
+                    self._call(number)
+                    self.calls_ms.append((time.perf_counter() - began) * 1e3)
+                except Refused as refused:
+                    self.refused.append(str(refused))
         except Exception as error:
             self.error = error
             start.abort()
+
+    def _call(self, number: int) -> None:
+        if self.load.what == "list":
+            self._list()
+            return
+        size, _ = self.connection.call(self.heads[number], self.body)
+        if self.load.what == "get" and size != self.load.size:
+            raise RuntimeError(f"{size} bytes came instead of {self.load.size}")
 
     def _list(self) -> None:
         token, self.listed = "", 0
@@ -234,7 +250,12 @@ def run(load: Load) -> Found:
     for client in clients:
         if client.error is not None and not isinstance(client.error, threading.BrokenBarrierError):
             raise client.error
-    return Found([ms for client in clients for ms in client.calls_ms], wall_ms, clients[0].listed)
+    return Found(
+        [ms for client in clients for ms in client.calls_ms],
+        wall_ms,
+        clients[0].listed,
+        [refused for client in clients for refused in client.refused],
+    )
 
 
 def main() -> None:
