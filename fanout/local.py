@@ -126,6 +126,11 @@ class LocalFanout(Fanout):
         """Return how many execs hold a slot, and how many wait for one."""
         return self._executor.load() if self._opened and self._engine is not None else (0, 0)
 
+    def stop_execs(self) -> None:
+        """Kill the execs under way, whose callers get `Unavailable`, and start none any more. Blocking."""
+        if self._opened and self._engine is not None:
+            self._executor.close()
+
     async def _exec_once(
         self, command: str, options: Mapping[str, Any], idempotency_key: str | None, scope: str, author: str | None
     ) -> Run:

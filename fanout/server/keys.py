@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import anyio
 import anyio.to_thread
+from anyio.lowlevel import RunVar
 
 from fanout.disk.record import create_record
 from fanout.errors import Denied, Exists, Invalid, NotFound
@@ -31,8 +32,9 @@ __all__ = ["ANONYMOUS", "CACHE_S", "MAX_TEXT", "Keys", "Principal", "Right", "is
 CACHE_S = 5.0
 _MISS_S = 1.0
 _CACHE_ENTRIES = 10_000
-#: Looking up keys that no cache knows never takes more threads than this.
+#: Looking up keys that no cache knows never takes more threads than this: made-up ones must not hold up all else.
 _LOOKUPS = 8
+_lookups: RunVar[anyio.CapacityLimiter] = RunVar("fanout-key-lookups")
 #: Longest nickname and description, in characters.
 MAX_TEXT = 256
 
@@ -104,7 +106,6 @@ class Keys:
         self._runtime = runtime
         self._seen: OrderedDict[str, _Seen] = OrderedDict()
         self._lock = threading.Lock()
-        self._lookups = threading.BoundedSemaphore(_LOOKUPS)
         self._master: bytes | None = None
 
     # -- recognising ------------------------------------------------------------------------------------------
@@ -134,7 +135,12 @@ class Keys:
         known = self._known(key_id)
         if known is not None:
             return known.record
-        return await anyio.to_thread.run_sync(self._look_up, key_id)
+        try:
+            limiter = _lookups.get()
+        except LookupError:
+            limiter = anyio.CapacityLimiter(_LOOKUPS)
+            _lookups.set(limiter)
+        return await anyio.to_thread.run_sync(self._look_up, key_id, limiter=limiter)
 
     def _known(self, key_id: str) -> _Seen | None:
         with self._lock:
@@ -142,11 +148,10 @@ class Keys:
             return seen if seen is not None and seen.until_s > self._runtime.monotonic() else None
 
     def _look_up(self, key_id: str) -> KeyRecord | None:
-        with self._lookups:
-            known = self._known(key_id)  # another may have asked while this one waited
-            if known is not None:
-                return known.record
-            record = self._load(key_id)
+        known = self._known(key_id)  # another may have asked while this one waited
+        if known is not None:
+            return known.record
+        record = self._load(key_id)
         self._remember(key_id, record)
         return record
 

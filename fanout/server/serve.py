@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 import anyio
+import anyio.to_thread
 import uvicorn
 
 from fanout.errors import Invalid
@@ -21,10 +22,12 @@ from fanout.server.state import State
 
 __all__ = ["Listening", "serve"]
 
+#: How long an idle connection is kept, in seconds: longer than clients keep it, so that none is closed under a request.
+_IDLE_S = 75
 #: Connections that may wait to be accepted.
 _BACKLOG = 2048
-#: What answers under way get to be sent once all execs are over, in seconds.
-_LAST_ANSWERS_S = 5
+#: What other requests get to be answered once all execs are over, in seconds.
+_LAST_ANSWERS_S = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +66,7 @@ async def serve(state: State, host: str, port: int, s3_port: int | None, ready: 
         access_log=False,
         server_header=False,
         limit_concurrency=state.limits.connections,
+        timeout_keep_alive=_IDLE_S,
         timeout_graceful_shutdown=_LAST_ANSWERS_S,
     )
     server = _Server(config)
@@ -88,9 +92,9 @@ async def _stop_on_signals(state: State, server: _Server, everything: anyio.Canc
 
 
 async def _drain(state: State, server: _Server) -> None:
-    await state.drain()
-    await state.fanout.aclose()
-    server.should_exit = True
+    if not await state.drain():
+        await anyio.to_thread.run_sync(state.fanout.stop_execs)
+    server.should_exit = True  # what else is under way is answered, or cut after a while
 
 
 def _bind(host: str, port: int) -> socket.socket:

@@ -12,10 +12,9 @@ from dataclasses import dataclass
 import anyio
 import anyio.to_thread
 
-from fanout.api import Fanout
 from fanout.config import Settings
 from fanout.errors import Denied, FanoutError, NotFound
-from fanout.local import LocalFanout
+from fanout.local import Acting, LocalFanout
 from fanout.local_disk import LocalDisk
 from fanout.runtime import Runtime, system
 from fanout.server.keys import ANONYMOUS, Keys, Principal, Right
@@ -103,7 +102,7 @@ class State:
         await self.fanout.aclose()
         await anyio.to_thread.run_sync(self.store.close)
 
-    def acting_as(self, principal: Principal) -> Fanout:
+    def acting_as(self, principal: Principal) -> Acting:
         """Return the connection, its commits and execs by this principal."""
         return self.fanout.acting_as(principal.author, principal.id)
 
