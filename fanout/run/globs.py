@@ -33,8 +33,8 @@ class Globs:
     def __bool__(self) -> bool:
         return any(self.key)
 
-    def select(self, path: bytes) -> bool:
-        """Whether to take a file."""
+    def select(self, path: bytes, below: int = 0) -> bool:
+        """Whether to take a file. The searched directory itself, the first `below` bytes of the path, is not judged."""
         if self.key[0] and (self._files is None or self._files.fullmatch(path) is None):
             return False
         if self._gone is not None and self._gone.fullmatch(path) is not None:
@@ -42,7 +42,7 @@ class Globs:
         if self._directories_gone is None:
             return True
         end = path.rfind(b"/")
-        while end > 0:
+        while end > below:
             if self._directories_gone.fullmatch(path, 0, end) is not None:
                 return False
             end = path.rfind(b"/", 0, end)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
@@ -26,10 +26,13 @@ from fanout.run.describe import KINDS
 from fanout.run.grep_lines import Collector, Found, read_lines
 from fanout.run.grep_plan import Ahead, Shard, split
 from fanout.run.grep_query import Query
-from fanout.run.ripgrep import Program, Search, check_pattern, program
+from fanout.run.indexer import Indexer
+from fanout.run.ripgrep import Check, Program, Search, program
+from fanout.run.rule_out import rule_out
 from fanout.runtime import Runtime
+from fanout.view.parts import Part, Wanted, arrange
 from fanout.view.scan import Scan, Stopped
-from fanout.view.scans import Held, Part, Scans, Wanted
+from fanout.view.scans import Held, Scans
 
 __all__ = ["Searcher"]
 
@@ -45,6 +48,7 @@ class Searcher:
         self.runtime = runtime
         self.host = socket.gethostname()
         self.cores = len(os.sched_getaffinity(0))
+        self.indexer = Indexer()
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._running: set[_Search] = set()
@@ -80,6 +84,7 @@ class Searcher:
             search.stop()
         with self._lock:
             self._idle.wait_for(lambda: not self._running)
+        self.indexer.close()
 
     def _run(self, search: _Search) -> Grep | BaseException:
         try:
@@ -127,6 +132,7 @@ class _Search:
         self._late = False
         self._lock = threading.Lock()
         self._running: set[Search] = set()
+        self._unindexed: dict[str, int] = {}
         self._collector = Collector(query.max_results)
         self._state: State
         self._rg: Program
@@ -153,11 +159,12 @@ class _Search:
         timer.start()
         shards: list[Shard] = []
         held: list[Held] = []
+        check = Check(query.pattern, self._rg)
         try:
-            selects = query.selects if query.selective else None
-            wanted = Wanted(query.directory, query.binary, selects)
-            check_pattern(query.pattern, self._rg)
-            parts, held = self._scans.parts(self._disk.id, state, self._disk.reader, wanted, self._stopped.is_set)
+            wanted = Wanted(query.directory, query.binary, query.selects if query.selective else None)
+            check.finish(self._deadline_s - self._monotonic())
+            parts, held = arrange(self._scans, self._disk.id, state, self._disk.reader, wanted, self._stopped.is_set)
+            rule_out(parts, query, self._scans, self._rg, self._searcher.cores)
             shards = split(parts, query.concurrency or self._searcher.cores)
             with Ahead(self._scans, shards, lambda part: self._stopped.is_set() or self._beyond(part.first)) as ahead:
                 self._ahead = ahead
@@ -168,6 +175,7 @@ class _Search:
             timer.cancel()
             for each in held:
                 each.release()
+        self._searcher.indexer.want(self._unindexed)
         return self._result(shards)
 
     def _check_directory(self, state: State) -> None:
@@ -210,18 +218,26 @@ class _Search:
     def _run_shard(self, shard: Shard) -> None:
         """Make a shard's scan files available and search them."""
         began_s = self._monotonic()
-        held: list[tuple[Part, Held]] = []
+        held: list[Held] = []
+        runs: list[list[tuple[Part, Scan]]] = []
         try:
-            for part in shard.parts:
-                if self._stopped.is_set() or self._beyond(part.first):
-                    break
-                one = self._ahead.hold(part)
-                held.append((part, one))
-                shard.done.fetched += not one.warm
-            if held and not self._stopped.is_set():
-                self._search(shard, [(part, one.scan) for part, one in held if one.scan.files])
+            for run in shard.runs:
+                runs.append([])
+                for part in run:
+                    if self._stopped.is_set() or self._beyond(part.first):
+                        break
+                    held.append(self._ahead.hold(part))
+                    shard.done.fetched += not held[-1].warm
+                    shard.done.files += self._looked_at(part, held[-1].scan)
+                    if part.ruled_out:
+                        shard.done.skipped += 1
+                    elif held[-1].scan.files:
+                        runs[-1].append((part, held[-1].scan))
+            runs = [run for run in runs if run]
+            while runs and not self._stopped.is_set():
+                runs = runs[self._search(shard, runs) :]
         finally:
-            for _, one in held:
+            for one in held:
                 one.release()
             shard.done.duration_ms = (self._monotonic() - began_s) * 1e3
 
@@ -229,26 +245,31 @@ class _Search:
         cut = self._collector.cut
         return cut is not None and path > cut
 
-    def _search(self, shard: Shard, scans: list[tuple[Part, Scan]]) -> None:
-        if not scans:
-            return
+    def _search(self, shard: Shard, runs: list[list[tuple[Part, Scan]]]) -> int:
+        """Search runs of scan files; returns how many were done with when nothing more of one was wanted."""
+        scans = [each for run in runs for each in run]
         search = Search(self._rg, self._query.pattern, [scan.data_path for _, scan in scans])
         with self._lock:
             self._running.add(search)
         if self._stopped.is_set():
             search.kill()
         try:
-            self._collect(search, shard, scans)
+            over = self._collect(search, scans, [place for place, run in enumerate(runs) for _ in run])
         except BaseException:
             search.kill()
             raise
         finally:
             with self._lock:
                 self._running.discard(search)
-            shard.done.problem = search.finish()
-        for part, scan in scans:
+            problem = search.finish()
+        if problem is not None:
+            shard.done.problem = problem
+        done = len(runs) if over is None else over + 1
+        for part, scan in (each for run in runs[:done] for each in run):
             shard.done.bytes_scanned += scan.size
-            shard.done.files += self._looked_at(part, scan)
+            if part.kind != "patch" and not os.path.exists(scan.words_path):
+                self._unindexed[f"{part.kind}:{os.path.dirname(scan.data_path)}"] = scan.size
+        return done
 
     def _looked_at(self, part: Part, scan: Scan) -> int:
         """How many files of the tree were looked at in one scan file."""
@@ -256,38 +277,42 @@ class _Search:
         first, end = 0, scan.files
         if query.directory and part.kind != "patch":
             first, end = scan.first_from(query.prefix), scan.first_from(subtree_end(query.directory))
-        numbers: Iterable[int] = range(first, end) if part.live is None else part.live
+        numbers: Collection[int] = range(first, end) if part.live is None else part.live
+        if part.live is not None and len(range(first, end)) < scan.files:
+            numbers = [number for number in part.live if first <= number < end]
         if query.selective or part.kind == "patch":
-            return sum(self._is_wanted(scan.path(number)) for number in numbers)
-        gone = sum(scan.find(path) is not None for path in self._state.changed_between(part.first, part.end))
-        return len(range(first, end)) - gone if part.live is None else len(part.live) - gone
+            return sum(self._is_live(part, scan, number, scan.path(number)) for number in numbers)
+        gone = (scan.find(path) for path in self._state.changed_between(part.first, part.end))
+        return len(numbers) - sum(number is not None and number in numbers for number in gone)
 
     def _is_wanted(self, path: bytes) -> bool:
         return path.startswith(self._query.prefix) and (not self._query.selective or self._query.selects(path))
 
-    def _collect(self, search: Search, shard: Shard, scans: list[tuple[Part, Scan]]) -> None:
-        """Turn offsets into files and lines, until nothing more of this shard can be among the first."""
+    def _collect(self, search: Search, scans: list[tuple[Part, Scan]], run_of: Sequence[int]) -> int | None:
+        """Turn offsets into files and lines. Where no more of a run can be among the first, it ends with that run."""
         limit = self._query.max_results + 1
         by_line = self._query.output == "lines"
         found = [_Hits() for _ in scans]
-        ordered = shard.ordered and all(scan.in_order for _, scan in scans)
-        at = -1
+        over: int | None = None
+        at = run = -1
         start = end = next_start = kept = row = 0
-        wanted = binary = False
+        wanted = binary = ordered = False
         for number, offset in search:
             if number != at or offset >= next_start:
-                if ordered and kept >= limit:
-                    break
                 part, scan = scans[number]
                 hits, at = found[number], number
+                if run_of[number] != run:
+                    run, kept = run_of[number], 0
+                    ordered = all(one.in_order for (_, one), its in zip(scans, run_of, strict=True) if its == run)
                 row = scan.row_at(offset)
                 start, end = scan.span(row)
                 next_start = scan.next_start(row)
                 path = scan.path(row)
                 wanted = self._is_live(part, scan, row, path)
-                if wanted and ordered and self._beyond(path):
-                    break
                 binary = scan.has_nul(row)
+                if ordered and wanted and (kept >= limit or self._beyond(path)):
+                    over = run
+                    break
             if not wanted or not start <= offset < end:
                 continue
             if binary:
@@ -299,19 +324,19 @@ class _Search:
                     lines.append(offset)
                     kept += 1
                 elif ordered:
+                    over = run
                     break
             else:
                 kept += row not in hits.counts
                 hits.counts[row] = hits.counts.get(row, 0) + 1
-        else:
-            at = -2
-        if at != -2:
+        if over is not None:
             search.kill()
         for (_, scan), hits in zip(scans, found, strict=True):
             self._collector.add_binary(hits.binary)
             self._collector.add(
                 read_lines(scan, hits.lines.items(), self._query) if hits.lines else self._counted(scan, hits)
             )
+        return over
 
     def _is_live(self, part: Part, scan: Scan, row: int, path: bytes) -> bool:
         """Whether the tree still has this row, and it was asked for."""

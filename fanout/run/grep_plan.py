@@ -11,19 +11,20 @@ from dataclasses import dataclass, field
 
 from fanout.disk.paths import shown
 from fanout.model import GrepShard
+from fanout.view.parts import Part
 from fanout.view.scan import Stopped
-from fanout.view.scans import Held, Part, Scans
+from fanout.view.scans import Held, Scans
 
 __all__ = ["Ahead", "Done", "Shard", "split"]
 
 #: How many scan files are built at once: most of the time they wait for the store.
 _BUILDERS = 6
-#: Shards a worker, where all scan files are there: so that none has to wait long for the others at the end.
-_SHARDS_A_WORKER = 2
+#: A shard has at least this much to search, if there is so much: a process costs about as much as searching it.
+_SHARD_BYTES = 64 << 20
+#: And this much at most, so that no worker waits long for another at the end.
+_MOST_BYTES = 512 << 20
 #: What is still to be fetched is searched in small shards, so that the search keeps up with it.
-_FETCHED_FILES = 2048
-#: More scan files than this are never held at once by one shard: each costs a descriptor.
-_MAX_PARTS = 128
+_FETCHED_BYTES = 32 << 20
 
 
 @dataclass(slots=True)
@@ -31,6 +32,7 @@ class Done:
     """What became of a shard."""
 
     fetched: int = 0
+    skipped: int = 0
     files: int = 0
     bytes_scanned: int = 0
     duration_ms: float = 0.0
@@ -39,20 +41,25 @@ class Done:
 
 @dataclass(slots=True)
 class Shard:
-    """Some scan files that one process searches. `ordered`: they follow each other in order of paths."""
+    """Some scan files that one process searches, in runs: in each they follow each other in order of paths."""
 
-    parts: list[Part]
-    ordered: bool = True
+    runs: list[list[Part]]
     done: Done = field(default_factory=Done)
 
+    @property
+    def parts(self) -> list[Part]:
+        return [part for run in self.runs for part in run]
+
     def described(self, host: str) -> GrepShard:
-        end = self.parts[-1].end
+        parts = self.parts
+        ends = [part.end for part in parts]
+        last = max((end for end in ends if end is not None), default=b"")
         return GrepShard(
-            first=shown(self.parts[0].first),
-            last="" if end is None else shown(end),
-            pages=len(self.parts),
+            first=shown(min(part.first for part in parts)),
+            last="" if None in ends else shown(last),
+            pages=len(parts),
             fetched=self.done.fetched,
-            skipped=0,
+            skipped=self.done.skipped,
             bytes_scanned=self.done.bytes_scanned,
             duration_ms=self.done.duration_ms,
             host=host,
@@ -60,15 +67,24 @@ class Shard:
 
 
 def split(parts: Sequence[Part], workers: int) -> list[Shard]:
-    """Cut parts into shards for so many workers: patches first, then text, then binary files, each by path."""
-    shards = [Shard(chain) for chain in _chains([part for part in parts if part.kind == "patch"])]
-    if len(shards) > 2:
-        shards = [Shard([part for shard in shards for part in shard.parts], ordered=False)]
+    """Cut parts into shards for so many workers, each with its share of patches, text and binary files, by path."""
+    here = [part for part in parts if part.here]
+    size = sum(map(_weight, here))
+    count = max(min(-(-size // _SHARD_BYTES), workers), -(-size // _MOST_BYTES), 1)
+    shards = [Shard([]) for _ in range(count)]
+    for place, chain in enumerate(_chains([part for part in here if part.kind == "patch"])):
+        shards[place % count].runs.append(chain)
+    absent: list[Shard] = []
     for kind in ("text", "binary"):
-        mine = [part for part in parts if part.kind == kind]
-        each = -(-sum(part.weight for part in mine) // (_SHARDS_A_WORKER * workers))
-        shards += [Shard(run) for run in _runs(mine, each)]
-    return shards
+        mine = [part for part in here if part.kind == kind]
+        share = sum(map(_weight, mine)) / count
+        for place, run in enumerate(_runs(mine, share, count)):
+            if run:
+                shards[place].runs += _chains(run)
+        absent += [
+            Shard(_chains(run)) for run in _runs([p for p in parts if p.kind == kind and not p.here], _FETCHED_BYTES)
+        ]
+    return [shard for shard in shards if shard.runs] + absent
 
 
 def _chains(parts: Sequence[Part]) -> list[list[Part]]:
@@ -85,16 +101,20 @@ def _chains(parts: Sequence[Part]) -> list[list[Part]]:
     return chains
 
 
-def _runs(parts: Sequence[Part], weight: int) -> Iterator[list[Part]]:
+def _weight(part: Part) -> int:
+    return 0 if part.ruled_out else part.size
+
+
+def _runs(parts: Sequence[Part], share: float, most: int | None = None) -> Iterator[list[Part]]:
+    """Cut parts into runs of about `share` bytes, at most `most` of them."""
     run: list[Part] = []
-    have = 0
+    have = cuts = 0
     for part in parts:
-        limit = weight if part.here else min(weight, _FETCHED_FILES)
-        if run and (have + part.weight > limit or len(run) >= _MAX_PARTS or run[-1].here != part.here):
+        if run and have + _weight(part) / 2 > share * (cuts + 1) and (most is None or cuts + 1 < most):
             yield run
-            run, have = [], 0
+            run, cuts = [], cuts + 1
         run.append(part)
-        have += part.weight
+        have += _weight(part)
     if run:
         yield run
 
@@ -114,7 +134,7 @@ class Ahead:
     def hold(self, part: Part) -> Held:
         """Return a part's scan file, waiting for it where it is being built. `Stopped` where that was given up."""
         building = self._building.pop(part.identity, None)
-        return self._scans.hold(part) if building is None else building.result()
+        return self._scans.hold(part.identity, part.build) if building is None else building.result()
 
     def __enter__(self) -> Ahead:
         return self
@@ -132,4 +152,4 @@ class Ahead:
     def _build(self, part: Part) -> Held:
         if self._unwanted(part):
             raise Stopped
-        return self._scans.hold(part)
+        return self._scans.hold(part.identity, part.build)

@@ -14,6 +14,7 @@ from fanout.errors import Invalid
 from fanout.model import GrepOutput, GrepSyntax
 from fanout.run.ere import rust_of_ere
 from fanout.run.globs import Globs
+from fanout.run.needs import Need, needs_of_literal, needs_of_regex
 from fanout.run.ripgrep import MAX_PATTERN_BYTES, Pattern, compile_pattern
 
 __all__ = [
@@ -35,9 +36,11 @@ MAX_CONCURRENCY = 100
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A search, checked. `directory` is a tree path; `fixed` the literal of a plain fixed-string search, else None."""
+    """A search, checked. `directory` is a tree path; `needs` are literals of which every match holds one, if known."""
 
     pattern: Pattern
+    needs: tuple[Need, ...]
+    ignore_case: bool
     directory: bytes
     recursive: bool
     globs: Globs
@@ -60,7 +63,7 @@ class Query:
         """Whether a file below the directory is to be searched."""
         if not self.recursive and b"/" in path[len(self.prefix) :]:
             return False
-        return self.globs.select(path)
+        return self.globs.select(path, len(self.directory))
 
     @property
     def selective(self) -> bool:
@@ -102,8 +105,11 @@ def check_query(
         raise Invalid.argument("max_duration_s", max_duration_s, f"more than 0 and at most {MAX_DURATION_S:g} seconds")
     if concurrency is not None:
         _check_int("concurrency", concurrency, 1, MAX_CONCURRENCY)
+    compiled, needs = _pattern(pattern, syntax, ignore_case, word)
     return Query(
-        pattern=_pattern(pattern, syntax, ignore_case, word),
+        pattern=compiled,
+        needs=needs,
+        ignore_case=ignore_case,
         directory=absolute("directory", directory),
         recursive=recursive,
         globs=Globs(include, exclude),
@@ -125,7 +131,9 @@ def _check_int(name: str, value: int, low: int, high: int) -> int:
     return value
 
 
-def _pattern(pattern: str | bytes, syntax: GrepSyntax, ignore_case: bool, word: bool) -> Pattern:
+def _pattern(
+    pattern: str | bytes, syntax: GrepSyntax, ignore_case: bool, word: bool
+) -> tuple[Pattern, tuple[Need, ...]]:
     if not isinstance(pattern, str | bytes):
         raise Invalid.argument("pattern", pattern, "str or bytes")
     try:
@@ -140,11 +148,16 @@ def _pattern(pattern: str | bytes, syntax: GrepSyntax, ignore_case: bool, word: 
         raise Invalid.argument("pattern", pattern, "a line is searched at a time, so a pattern cannot hold a newline")
     if syntax == "fixed" and (b"\0" in raw or not _is_utf8(raw)):
         # What no argument of a program can hold is spelt as an expression.
-        return compile_pattern(_escaped(raw), pattern, syntax="rust", ignore_case=ignore_case, word=word)
+        return compile_pattern(_escaped(raw), pattern, syntax="rust", ignore_case=ignore_case, word=word), ()
     text = _spelt(raw, pattern, syntax)
     if syntax == "ere":
         text = rust_of_ere(text)
-    return compile_pattern(text, pattern, syntax=syntax, ignore_case=ignore_case, word=word)
+    compiled = compile_pattern(text, pattern, syntax=syntax, ignore_case=ignore_case, word=word)
+    if syntax == "fixed":
+        return compiled, needs_of_literal(text)
+    if syntax == "pcre2" and ("\\" in text or "(" in text):
+        return compiled, ()  # it has much that the other engine has not
+    return compiled, needs_of_regex(text)
 
 
 def _is_utf8(raw: bytes) -> bool:

@@ -23,13 +23,23 @@ from typing import IO, NamedTuple
 from fanout.errors import EngineUnavailable, Invalid, Unavailable
 from fanout.model import GrepSyntax
 
-__all__ = ["MAX_PATTERN_BYTES", "Pattern", "Program", "Search", "check_pattern", "compile_pattern", "program"]
+__all__ = [
+    "MAX_PATTERN_BYTES",
+    "Check",
+    "Pattern",
+    "Program",
+    "Search",
+    "compile_pattern",
+    "files_that_match",
+    "program",
+]
 
 #: An argument of a program holds 128 KiB; a pattern may grow by escapes. Held by tests/unit/test_grep_query.py.
 MAX_PATTERN_BYTES = 16 << 10
 _OLDEST = (14, 0)
 _CHUNK = 1 << 16
 _STDERR_BYTES = 64 << 10
+_PLAIN = ("--no-config", "--text", "--color=never", "--encoding=none", "--no-ignore", "--no-messages")
 #: Lines end with newlines only, are searched as bytes whatever they hold, and only their offsets are wanted: of a line
 #: longer than one byte ripgrep prints a remark instead.
 _OPTIONS = (
@@ -131,35 +141,69 @@ def compile_pattern(
     return Pattern((*options, "-e", rust_or_pcre2), shown, syntax == "pcre2")
 
 
-def check_pattern(pattern: Pattern, found: Program) -> None:
-    """Let ripgrep compile a pattern; `Invalid` says where it does not."""
-    words = [found.path, *_OPTIONS, *pattern.options, "--", os.devnull]
+class Check:
+    """Lets ripgrep compile a pattern while the caller does something else."""
+
+    def __init__(self, pattern: Pattern, found: Program) -> None:
+        self._pattern = pattern
+        words = [found.path, *_OPTIONS, *pattern.options, "--", os.devnull]
+        try:
+            self._process = subprocess.Popen(
+                words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=_ENVIRONMENT,
+                cwd="/",
+            )  # fmt: skip
+        except OSError as error:
+            raise EngineUnavailable(f"{found.path} does not run ({error.strerror})") from error
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for the answer; `Invalid` says where the pattern does not compile."""
+        try:
+            said = self._process.communicate(timeout=max(timeout_s, 0.0))[1]
+        except subprocess.TimeoutExpired as error:
+            self.abandon()
+            raise Invalid.argument(
+                "pattern", self._pattern.shown, f"one that compiles within {timeout_s:.3g} s"
+            ) from error
+        if self._process.returncode not in (0, 1):
+            raise Invalid.argument("pattern", self._pattern.shown, _reason(said, self._pattern.options[-1]))
+
+    def abandon(self) -> None:
+        """End it without an answer."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def files_that_match(
+    found: Program, expressions: Sequence[str], *, ignore_case: bool, files: Sequence[str], threads: int
+) -> set[str] | None:
+    """Return which files have a line that any of the expressions matches; None if that could not be learned."""
+    options = ["--ignore-case" if ignore_case else "--case-sensitive", "--files-with-matches", "--mmap"]
+    for expression in expressions:
+        options += ["-e", expression]
+    words = [found.path, *_PLAIN, f"--threads={threads}", *options, "--", *files]
     try:
         done = subprocess.run(words, capture_output=True, timeout=30, check=False, env=_ENVIRONMENT, cwd="/")
-    except subprocess.TimeoutExpired as error:
-        raise Invalid.argument("pattern", pattern.shown, "one that compiles within 30 s") from error
-    except OSError as error:
-        raise EngineUnavailable(f"{found.path} does not run ({error.strerror})") from error
-    if done.returncode not in (0, 1):
-        raise Invalid.argument("pattern", pattern.shown, _reason(done.stderr))
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {os.fsdecode(line) for line in done.stdout.split(b"\n")} if done.returncode in (0, 1) else None
 
 
-def _reason(stderr: bytes) -> str:
-    """What ripgrep says of a pattern, on one line, with the place it points at as a number."""
+def _reason(stderr: bytes, given: str) -> str:
+    """What ripgrep says of a pattern, on one line, with the place it points at as a number of characters."""
     lines = [line.rstrip() for line in stderr.decode("utf-8", "replace").splitlines() if line.strip()]
     text = " ".join(line.strip() for line in lines).removeprefix("rg: ")
+    what = next((line.removeprefix("error: ") for line in lines if line.startswith("error: ")), "refused")
     for above, line in pairwise(lines):
-        if line.strip() and not line.strip("^ "):
-            what = next((each.removeprefix("error: ") for each in lines if each.startswith("error: ")), "refused")
-            return f"it does not compile: {what}, at {line.index('^') - _wrapped(above)} of {above.strip()!r}"
+        if line.strip() and not line.strip("^ ") and given in above:
+            # The pattern is shown as the engine sees it, wrapped in a group.
+            place = line.index("^") - above.index(given)
+            return f"it does not compile: {what}, at {min(max(place, 0), len(given))}"
+    offset = re.search(r"error compiling pattern at offset (\d+): (.*)", text)
+    if offset is not None:
+        return f"it does not compile: {offset[2]}, at {min(max(int(offset[1]) - len('(?:'), 0), len(given))}"
     if "not allowed in a regex" in text:
         return "it does not compile: a line is searched at a time, so a pattern cannot match a newline"
     return f"it does not compile: {text or 'no reason given'}"
-
-
-def _wrapped(line: str) -> int:
-    """How far the line is indented: columns are counted within it."""
-    return len(line) - len(line.lstrip())
 
 
 class Search:

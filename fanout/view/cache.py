@@ -5,6 +5,7 @@ Owns the cache directory: what is in it, who uses it, what is removed when. Know
     base/<id>/tree, delta/<id>/tree   immutable once there; built in tmp/ and renamed into place
     scan/<id>/tree                    the same, for searches (scan.py)
     base/<id>/entry                   size in bytes and the boot it was built in
+    note/<name>                       what a process wants others to know, replaced as a whole; may go at any time
     lease/<kind>-<id>                 flock: shared in use, exclusive to build or evict; its mtime is the last use
     tmp/<owner>-*, upper/<owner>-*, trash/<owner>-*    scratch of one process (scratch.py)
     owner/<owner>                     flock: held as long as that process lives
@@ -106,7 +107,7 @@ class HostCache:
         try:
             os.makedirs(self.dir, mode=0o700, exist_ok=True)
             os.chmod(self.dir, 0o700)
-            for name in (*_KINDS, *_SCRATCH, "lease", "owner"):
+            for name in (*_KINDS, *_SCRATCH, "lease", "note", "owner"):
                 os.makedirs(self._path(name), mode=0o700, exist_ok=True)
             for name in ("tmp", "upper"):
                 spread(self._path(name))
@@ -152,6 +153,10 @@ class HostCache:
 
     def tree_path(self, kind: Kind, identity: str) -> str:
         return self._path(kind, identity, "tree")
+
+    def note(self, name: str) -> tuple[str, str]:
+        """Return the path of a small file to keep notes in, and an ending that no other process uses beside it."""
+        return self._path("note", name), self._owner
 
     def known(self, disk_id: str, subdirectory: bytes) -> list[Known]:
         """Return the bases of a disk that this process knows the trees of, the latest used first."""

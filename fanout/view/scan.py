@@ -26,6 +26,7 @@ from fanout.disk.data import Reader, Slice
 from fanout.errors import Corrupt
 from fanout.format.pack import is_text_pack
 from fanout.format.tree import FILE, HOLE, Node, Ref, content_hash
+from fanout.view import words
 from fanout.view.materialise import host_error
 
 __all__ = ["DECODED", "HAS_NUL", "Copy", "Scan", "Stopped", "is_binary", "open_scan", "searchable", "write_scan"]
@@ -76,6 +77,11 @@ class Scan:
     def size(self) -> int:
         """Bytes of the data file."""
         return self._starts[-1]
+
+    @property
+    def words_path(self) -> str:
+        """Where its words are, if they are there."""
+        return self.data_path.removesuffix("data") + words.NAME
 
     @property
     def in_order(self) -> bool:
@@ -229,7 +235,7 @@ class _Build:
         self._look_at_short_beginnings()
         decoded = self._decode()
         self._write_table(decoded)
-        return self._starts[-1] + 100 * len(self._files)
+        return self._starts[-1] + self._starts[-1] // 10 + 100 * len(self._files)  # the words of it will come, perhaps
 
     def _planned(self, copies: Mapping[int, Copy]) -> dict[tuple[bytes, int], list[_Piece]]:
         """Group all runs by the frame they are in. What is stored nowhere is there already: zeros, and one newline."""

@@ -1,0 +1,304 @@
+"""The scan files that hold what one tree holds: which there are, which are to be built, which are patched over.
+
+Owns the arrangement. Each page of a tree (a sorted range of paths) has a scan file of its text and one of its binary
+files, named by the page's hash: branches that share pages share them, and they never change. A page that is new rests
+on those of earlier pages where they have nearly all of it (bases.py). What the log holds since, and what a page rests
+on does not have, lies in patches: small scan files of their own. Knows nothing of patterns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from typing import Literal
+
+from fanout.disk.data import Reader
+from fanout.disk.state import State
+from fanout.format.tree import Node, PageRef, content_hash, subtree_end
+from fanout.view.bases import Base, Kind, Rested, rest
+from fanout.view.scan import Copy, Scan, is_binary, searchable, write_scan
+from fanout.view.scans import Held, Scans
+
+__all__ = ["Part", "Wanted", "arrange"]
+
+#: A patch holds at most this much, in bytes and files; a tree is put together from at most so many.
+_PATCH_BYTES = 32 << 20
+_PATCH_FILES = 8192
+_MAX_PATCHES = 8
+#: Changes up to this much are patched as a whole, whatever is searched, so that the next search has them.
+_EAGER_BYTES = 32 << 20
+#: How large a file of a page that nobody looked at yet is taken to be.
+_GUESSED_BYTES = 8192
+#: How many pages' arrangements are remembered of a disk.
+_REMEMBERED_PAGES = 8192
+
+Files = Sequence[tuple[bytes, Node]]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """Which files of a tree are to be searched: those below `directory` that `selects`, binary ones if `binary`."""
+
+    directory: bytes
+    binary: bool
+    selects: Callable[[bytes], bool] | None = None
+
+    @property
+    def start(self) -> bytes:
+        return self.directory + b"/" if self.directory else b"\x01"
+
+    @property
+    def end(self) -> bytes | None:
+        return subtree_end(self.directory) if self.directory else None
+
+    def takes(self, path: bytes, node: Node | None) -> bool:
+        """Whether a file of the tree is wanted."""
+        if node is None or not searchable(node) or path < self.start or (self.end is not None and path >= self.end):
+            return False
+        return (self.binary or not is_binary(node)) and (self.selects is None or self.selects(path))
+
+
+@dataclass(slots=True)
+class Part:
+    """One scan file and what of it the tree still has: the files of `live` (all, if None).
+
+    `first` <= every path of it < `end` (None: no end). `build` makes it where it is not there, which `here` says;
+    `size` is about how many bytes it has. Parts of one kind, text or binary, follow each other; patches overlap all.
+    `ruled_out` says that nothing of it can match.
+    """
+
+    kind: Literal["text", "binary", "patch"]
+    identity: str
+    first: bytes
+    end: bytes | None
+    build: Callable[[int], int]
+    here: bool
+    size: int
+    live: Set[int] | None = None
+    ruled_out: bool = False
+
+
+def arrange(
+    scans: Scans, disk_id: str, state: State, reader: Reader, wanted: Wanted, stopped: Callable[[], bool]
+) -> tuple[list[Part], list[Held]]:
+    """Return the scan files to search for `wanted`, patches first, then each kind's in order of paths.
+
+    Loads only pages whose scan files are not on this host. What is handed out as held is to be released in the end.
+    """
+    work = _Arrangement(scans, disk_id, state, reader, wanted, stopped)
+    with work.known.lock:
+        try:
+            return work.parts(), list(work.held.values())
+        except BaseException:
+            for each in work.held.values():
+                each.release()
+            raise
+
+
+class _Arrangement:
+    def __init__(
+        self,
+        scans: Scans,
+        disk_id: str,
+        state: State,
+        reader: Reader,
+        wanted: Wanted,
+        stopped: Callable[[], bool],
+    ) -> None:
+        self.known = scans.known(disk_id)
+        self.held: dict[str, Held] = {}
+        self._scans = scans
+        self._disk_id = disk_id
+        self._state = state
+        self._reader = reader
+        self._wanted = wanted
+        self._stopped = stopped
+        self._blobs = state.blob_bytes()
+        self._patched: dict[bytes, Node] = {}
+        self._bases: list[Base] = []
+
+    def parts(self) -> list[Part]:
+        wanted = self._wanted
+        pages = list(self._state.page_refs(wanted.start, wanted.end))
+        parts: list[Part] = []
+        for place, page in enumerate(pages):
+            end = pages[place + 1].first if place + 1 < len(pages) else None
+            parts += self._page(page, end)
+        self.known.bases.use(self._bases)
+        self._add_changes()
+        return [*self._patches(), *_joined(parts)]
+
+    # -- pages -------------------------------------------------------------------------------------------------
+
+    def _page(self, page: PageRef, end: bytes | None) -> Iterator[Part]:
+        name = page.hash.hex()[:48]
+        left_out = self._scans.left_out(f"{name}-text")
+        binary = self._wanted.binary and left_out != 0
+        kinds: tuple[Kind, ...] = ("text", "binary") if binary else ("text",)
+        absent = [kind for kind in kinds if not self._scans.has(f"{name}-{kind}")]
+        files: Files = ()
+        if absent and not all(self._is_rested(f"{name}-{kind}") for kind in absent):
+            files = [item for item in self._state.pages.load(page) if searchable(item[1])]
+            if self._is_little(files):
+                return
+        for kind in kinds:
+            identity = f"{name}-{kind}"
+            if kind not in absent:
+                yield self._base(kind, identity, page, end, files, here=True)
+                continue
+            mine = [item for item in files if is_binary(item[1]) == (kind == "binary")]
+            if files and not mine and kind == "binary":
+                continue
+            rested = self._rest(kind, identity, mine, page, end)
+            if rested is None or not rested.live:
+                copies = rested.copies if rested is not None else {}
+                yield self._base(kind, identity, page, end, files, here=False, copies=copies)
+                continue
+            for base, live in rested.live.items():
+                yield Part(kind, base, page.first, end, _never, True, self.held[base].scan.size, live)
+            self._patched.update(item for item in rested.missing if item[0] not in self._state.changes)
+
+    def _is_little(self, files: Files) -> bool:
+        """Whether so little of a page is wanted that it is patched instead of building its scan file."""
+        some = [item for item in files if self._wanted.takes(*item) and item[0] not in self._state.changes]
+        if 2 * sum(node.size for _, node in some) >= sum(node.size for _, node in files):
+            return False
+        self._patched.update(some)
+        return True
+
+    def _base(
+        self,
+        kind: Kind,
+        identity: str,
+        page: PageRef,
+        end: bytes | None,
+        files: Files,
+        *,
+        here: bool,
+        copies: Mapping[int, Copy] | None = None,
+    ) -> Part:
+        def build(fd: int) -> int:
+            found = files or [item for item in self._state.pages.load(page, keep=False) if searchable(item[1])]
+            mine = [item for item in found if is_binary(item[1]) == (kind == "binary")]
+            left_out = len(found) - len(mine)
+            return write_scan(
+                fd, mine, self._reader, self._blobs, left_out=left_out, copies=copies, stopped=self._stopped
+            )
+
+        self._bases.append(Base(kind, identity, page.first, end))
+        size = (self._scans.size_of(identity) if here else None) or page.count * _GUESSED_BYTES
+        return Part(kind, identity, page.first, end, build, here, size)
+
+    def _is_rested(self, identity: str) -> bool:
+        rested = self.known.rested.get(identity)
+        return rested is not None and all(self._hold(base) is not None for base in rested.live)
+
+    def _rest(self, kind: Kind, identity: str, files: Files, page: PageRef, end: bytes | None) -> Rested | None:
+        known = self.known.rested.get(identity)
+        if known is not None and self._is_rested(identity):
+            self.known.rested.move_to_end(identity)
+            return known
+        scans: dict[str, Scan] = {}
+        for base in self.known.bases.near(kind, page.first, end):
+            held = self._hold(base)
+            if held is not None:
+                scans[base] = held.scan
+        rested = rest(files, scans) if scans else None
+        if rested is not None and rested.live:
+            self.known.rested[identity] = Rested(rested.live, rested.missing)
+            while len(self.known.rested) > _REMEMBERED_PAGES:
+                self.known.rested.popitem(last=False)
+        return rested
+
+    def _hold(self, identity: str) -> Held | None:
+        held = self.held.get(identity) or self._scans.hold_if_there(identity)
+        if held is not None:
+            self.held[identity] = held
+        return held
+
+    def _add_changes(self) -> None:
+        """Have the files patched that the log holds since the pages: all of them, where that is little."""
+        changes = self._state.changes.items()
+        changed = [(path, node) for path, (_, node) in changes if node is not None and searchable(node)]
+        if sum(node.size for _, node in changed) > _EAGER_BYTES:
+            changed = [item for item in changed if self._wanted.takes(*item)]
+        self._patched.update(item for item in changed if self._wanted.binary or not is_binary(item[1]))
+
+    # -- patches -----------------------------------------------------------------------------------------------
+
+    def _patches(self) -> list[Part]:
+        """Return parts that hold exactly what is to be patched, from patches that are there and new ones."""
+        wanted = [(path, self._patched[path]) for path in sorted(self._patched)]
+        keys = [(path, content_hash(node)) for path, node in wanted]
+        known = self.known.patched
+        for identity in {known[key][0] for key in keys if key in known}:
+            self._hold(identity)
+        live: dict[str, set[int]] = {}
+        missing: list[tuple[bytes, Node]] = []
+        for key, item in zip(keys, wanted, strict=True):
+            place = known.get(key)
+            if place is not None and place[0] in self.held:
+                live.setdefault(place[0], set()).add(place[1])
+            else:
+                missing.append(item)
+        if live and len(live) + (1 if missing else 0) > _MAX_PATCHES:
+            live, missing = {}, wanted
+        for chunk in _chunks(missing):
+            identity, scan = self._new_patch(chunk)
+            live[identity] = set(range(scan.files))
+        if len(known) > 4 * len(keys) + _PATCH_FILES:
+            self.known.patched = {key: known[key] for key in keys}
+        return sorted((self._patch(*each) for each in live.items()), key=lambda part: part.first)
+
+    def _patch(self, identity: str, live: set[int]) -> Part:
+        scan = self.held[identity].scan
+        first, end = scan.path(min(live)), scan.path(max(live)) + b"\0"
+        return Part("patch", identity, first, end, _never, True, scan.size, None if len(live) == scan.files else live)
+
+    def _new_patch(self, chunk: Files) -> tuple[str, Scan]:
+        keys = [(path, content_hash(node)) for path, node in chunk]
+        digest = hashlib.sha256(self._disk_id.encode())
+        for path, content in keys:
+            digest.update(b"%d %s" % (len(path), path) + content)
+        identity = f"{digest.hexdigest()[:48]}-patch"
+        places = [self.known.patched.get(key) for key in keys]
+        copies = {
+            number: Copy(self.held[place[0]].scan, place[1])
+            for number, place in enumerate(places)
+            if place is not None and place[0] in self.held
+        }
+        self.held[identity] = new = self._scans.hold(
+            identity,
+            lambda fd: write_scan(fd, chunk, self._reader, self._blobs, copies=copies, stopped=self._stopped),
+        )
+        self.known.patched.update((key, (identity, number)) for number, key in enumerate(keys))
+        return identity, new.scan
+
+
+def _joined(parts: Sequence[Part]) -> list[Part]:
+    """Make one of the parts that are of one scan file: several pages can rest on one base."""
+    joined: dict[str, Part] = {}
+    for part in parts:
+        same = joined.get(part.identity)
+        if same is None:
+            joined[part.identity] = part
+        elif same.live is not None and part.live is not None:
+            same.live, same.end = same.live | part.live, part.end
+    return list(joined.values())
+
+
+def _chunks(files: Files) -> Iterator[Files]:
+    """Cut files into runs that one patch may hold."""
+    start = size = 0
+    for at, (_, node) in enumerate(files):
+        if at > start and (size + node.size > _PATCH_BYTES or at - start >= _PATCH_FILES):
+            yield files[start:at]
+            start, size = at, 0
+        size += node.size
+    if start < len(files):
+        yield files[start:]
+
+
+def _never(_: int) -> int:
+    raise AssertionError("it is held, and so it is there")
