@@ -34,10 +34,10 @@ def serve(
 
     Without a key in the store yet, one for an administrator is made and shown, once.
     """
-    import asyncio
     import sys
 
     import anyio.to_thread
+    import uvloop
 
     from fanout.errors import Invalid
     from fanout.server import logs
@@ -73,5 +73,5 @@ def serve(
         finally:
             await state.close()
 
-    asyncio.run(work())
+    uvloop.run(work())
     return 0

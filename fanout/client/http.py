@@ -18,6 +18,7 @@ import anyio.lowlevel
 import httpx
 
 from fanout import wire
+from fanout.client.pool import Pool
 from fanout.errors import Busy, Denied, FanoutError, Invalid, NotFound, Unavailable, Unknown
 from fanout.runtime import Runtime
 
@@ -28,10 +29,6 @@ Method = Literal["GET", "PUT", "POST", "DELETE"]
 #: A body, or what makes its parts, anew for each attempt.
 Body = bytes | Callable[[], AsyncIterator[bytes]] | None
 
-#: Requests under way at once; others wait for one of them to end.
-_CONNECTIONS = 512
-#: How long an idle connection is kept: less than the server keeps it.
-_IDLE_S = 30.0
 _CONNECT_S = 10.0
 #: A server that is alive says something more often than that.
 _SILENCE_S = 4.5 * wire.HEARTBEAT_S
@@ -81,7 +78,7 @@ class Http:
         self._headers = {"Accept-Encoding": "identity", "User-Agent": "fanout", **_authorization(api_key)}
         self._runtime = runtime
         self._http2 = http2
-        self._clients: WeakKeyDictionary[Any, httpx.AsyncClient] = WeakKeyDictionary()
+        self._pools: WeakKeyDictionary[Any, Pool] = WeakKeyDictionary()
         self._under_way: dict[object, Callable[[], object]] = {}
         self._opened = False
         self._instance: str | None = None
@@ -114,10 +111,10 @@ class Http:
         """Stop, and close the connections of this event loop."""
         await self.stop()
         with anyio.CancelScope(shield=True):
-            client = self._clients.pop(_loop(), None)
-            if client is not None:
-                await client.aclose()
-        self._clients.clear()
+            pool = self._pools.pop(_loop(), None)
+            if pool is not None:
+                await pool.aclose()
+        self._pools.clear()
 
     def check_open(self) -> None:
         """Raise `Unavailable` unless this is open."""
@@ -261,11 +258,9 @@ class Http:
 
     async def _begun(self, method: Method, url: str, content: Body, headers: dict[str, str]) -> httpx.Response:
         """Send a request and return its answer, unread, if that is one; what the server refuses is raised."""
-        client = self._client()
         with self._translated():
             body = content() if callable(content) else content
-            request = client.build_request(method, url, content=body, headers=headers)
-            response = await client.send(request, stream=True)
+            response = await self._pool().send(method, url, body, headers)
         self._instance = response.headers.get(wire.INSTANCE, self._instance)
         if response.status_code != 200:
             try:
@@ -306,26 +301,13 @@ class Http:
                 del self._under_way[me]
         raise Unavailable("the connection was closed before the answer came")
 
-    def _client(self) -> httpx.AsyncClient:
+    def _pool(self) -> Pool:
         loop = _loop()
-        client = self._clients.get(loop)
-        if client is None:
-            client = self._clients[loop] = self._made()
-        return client
-
-    def _made(self) -> httpx.AsyncClient:
-        try:
-            return httpx.AsyncClient(
-                headers=self._headers,
-                verify=ssl.create_default_context() if self.url.startswith("https:") else False,
-                http2=self._http2,
-                timeout=httpx.Timeout(_SILENCE_S, connect=_CONNECT_S, pool=None),
-                limits=httpx.Limits(
-                    max_connections=_CONNECTIONS, max_keepalive_connections=_CONNECTIONS, keepalive_expiry=_IDLE_S
-                ),
-            )
-        except ImportError as error:
-            raise Invalid(f"http2 is set, which needs another package: {error}") from None
+        pool = self._pools.get(loop)
+        if pool is None:
+            timeout = httpx.Timeout(_SILENCE_S, connect=_CONNECT_S, pool=None)
+            pool = self._pools[loop] = Pool(self.url, self._headers, timeout, self._runtime, http2=self._http2)
+        return pool
 
     # -- what went wrong -----------------------------------------------------------------------------------------
 
@@ -424,8 +406,9 @@ async def _read(response: httpx.Response) -> bytes:
 
 
 async def _close(response: httpx.Response) -> None:
-    with anyio.CancelScope(shield=True), contextlib.suppress(httpx.HTTPError):
-        await response.aclose()
+    if not response.is_closed:
+        with anyio.CancelScope(shield=True), contextlib.suppress(httpx.HTTPError):
+            await response.aclose()
 
 
 def _json(data: bytes) -> dict[str, Any] | None:

@@ -6,9 +6,10 @@ S3 is s3/'s.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Mapping
 from importlib.metadata import version
 
-from fastapi import Response
+from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from fastapi_offline import FastAPIOffline
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -19,7 +20,7 @@ from fanout.server import answers
 from fanout.server.answers import EXPECTED, Refused, answer_of
 from fanout.server.archil import routes as archil
 from fanout.server.caller import Caller, principal_of
-from fanout.server.native import native_router
+from fanout.server.native import native_api
 from fanout.server.observed import Observed
 from fanout.server.s3.gateway import S3Gateway
 from fanout.server.state import State
@@ -30,18 +31,23 @@ __all__ = ["create_app"]
 OURS = frozenset({"api", "docs", "healthz", "metrics", "openapi.json", "readyz"})
 
 
+Route = Callable[[Request, Caller], Awaitable[Response]]
 #: Paths below `/api` that ask for no key: a share link is signed.
 _PUBLIC = "/api/shared/"
 
 
 class Application:
-    """Dispatches a request to REST or to S3. `s3_port`: the local port on which all is S3, if there is one."""
+    """Dispatches a request to REST or to S3. `s3_port`: the local port on which all is S3, if there is one.
 
-    def __init__(self, state: State, rest: ASGIApp, s3: ASGIApp) -> None:
+    `shortcuts` are routes that need nothing of what the framework does for the others, by method and path.
+    """
+
+    def __init__(self, state: State, rest: ASGIApp, s3: ASGIApp, shortcuts: Mapping[tuple[str, str], Route]) -> None:
         self.state = state
         self.s3_port: int | None = None
         self._rest = rest
         self._s3 = s3
+        self._shortcuts = shortcuts
         self._observed = Observed(state, self._dispatch)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,7 +79,16 @@ class Application:
             answer.headers["Connection"] = "close"  # its body stays unread
             await answer(scope, receive, send)
             return
-        await self._rest(scope, limited, send)
+        shortcut = self._shortcuts.get((scope["method"], scope["path"]))
+        if shortcut is None:
+            await self._rest(scope, limited, send)
+            return
+        scope["fanout.route"] = scope["path"]
+        try:
+            answer = await shortcut(Request(scope, limited), scope["fanout.caller"])
+        except EXPECTED as error:
+            answer = answer_of(error)
+        await answer(scope, limited, send)
 
 
 def create_app(state: State) -> Application:
@@ -91,7 +106,8 @@ def create_app(state: State) -> Application:
     rest.state.fanout = state
     rest.include_router(archil.public)
     rest.include_router(archil.router)
-    rest.include_router(native_router(state))
+    native = native_api(state)
+    rest.include_router(native.router)
 
     @rest.get("/healthz", include_in_schema=False)
     async def healthz() -> dict[str, str]:
@@ -107,7 +123,7 @@ def create_app(state: State) -> Application:
     async def metrics() -> Response:
         return Response(state.metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
-    return Application(state, rest, S3Gateway(state))
+    return Application(state, rest, S3Gateway(state), native.shortcuts)
 
 
 def _limited(scope: Scope, receive: Receive, most: int) -> Receive:

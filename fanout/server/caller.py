@@ -55,7 +55,7 @@ async def principal_of(state: State, scope: Scope) -> Principal:
 _header = APIKeyHeader(name="Authorization", description="`key-…`, from `fanout keys create`", auto_error=False)
 
 
-def _caller(request: Request, _: Annotated[str | None, Security(_header)]) -> Caller:
+async def _caller(request: Request, _: Annotated[str | None, Security(_header)]) -> Caller:
     caller: Caller = request.scope["fanout.caller"]
     return caller
 

@@ -22,19 +22,19 @@ from fanout.server.native_calls import Answer, Call, Native, handle_of, told
 from fanout.server.patient import Patient, Streaming
 from fanout.server.state import State
 
-__all__ = ["native_router"]
+__all__ = ["native_api"]
 
 #: Up to here a body is read before it is stored, so that a retry can be told from another call.
 _WHOLE_BYTES = 16 << 20
 _SHARED_MODE = 0o644
 
 
-def native_router(state: State) -> APIRouter:
+def native_api(state: State) -> Native:
     """Return the routes below `wire.PREFIX`."""
     native = Native(APIRouter(prefix=wire.PREFIX, tags=["native"]), state.runtime)
     for add in (_disks, _objects, _listings, _history, _care, native_exec.add_routes, native_trees.add_routes):
         add(native)
-    return native.router
+    return native
 
 
 def _disks(native: Native) -> None:

@@ -91,6 +91,8 @@ class Native:
 
     def __init__(self, router: APIRouter, runtime: Runtime) -> None:
         self.router = router
+        #: Routes that are called often and are worth no more than they do themselves, by method and whole path.
+        self.shortcuts: dict[tuple[str, str], Callable[[Request, Caller], Awaitable[Response]]] = {}
         self.instance = runtime.hex_id(16)
         self.headers = {wire.INSTANCE: self.instance}
         self._once: Once[tuple[int, bytes]] = Once(

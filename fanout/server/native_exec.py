@@ -107,6 +107,7 @@ def add_routes(native: Native) -> None:
         return Streaming(events(), wire.NDJSON, native.headers, failed=failed, held=under_way.holding(caller, key))
 
     native.add("POST", "/exec", exec_, exec_, "Run a command", (), wire.Executing)
+    native.shortcuts["POST", wire.PREFIX + "/exec"] = exec_
     native.add("DELETE", "/exec", cancel, cancel, "Cancel execs", ("key!",), None)
     native.add("POST", "/stream", stream, stream, "Run a command and follow it", (), wire.Executing)
 
