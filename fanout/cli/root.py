@@ -16,6 +16,7 @@ from fanout.cli.bench import bench
 from fanout.cli.demo import demo
 from fanout.cli.disk import disk
 from fanout.cli.doctor import doctor
+from fanout.cli.grep import grep
 from fanout.cli.keys import keys
 from fanout.cli.serve import serve
 
@@ -44,6 +45,7 @@ for _command in (
     disk,
     *files.COMMANDS,
     *run.COMMANDS,
+    grep,
     *history.COMMANDS,
     *maintain.COMMANDS,
     serve,

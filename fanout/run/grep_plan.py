@@ -56,7 +56,7 @@ class Shard:
         last = max((end for end in ends if end is not None), default=b"")
         return GrepShard(
             first=shown(min(part.first for part in parts)),
-            last="" if None in ends else shown(last),
+            last="" if None in ends else shown(last.removesuffix(b"\0")),
             pages=len(parts),
             fetched=self.done.fetched,
             skipped=self.done.skipped,

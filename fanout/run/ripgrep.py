@@ -16,6 +16,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import IO, NamedTuple
@@ -31,6 +32,7 @@ __all__ = [
     "Search",
     "compile_pattern",
     "files_that_match",
+    "find_spans",
     "program",
 ]
 
@@ -186,6 +188,29 @@ def files_that_match(
     except (OSError, subprocess.SubprocessError):
         return None
     return {os.fsdecode(line) for line in done.stdout.split(b"\n")} if done.returncode in (0, 1) else None
+
+
+def find_spans(found: Program, pattern: Pattern, lines: Sequence[bytes]) -> dict[int, list[tuple[int, int]]]:
+    """Return by number of the line where in it (start, end in bytes) the pattern matches, unless with nothing."""
+    words = [found.path, *_PLAIN, "--only-matching", "--byte-offset", "--no-line-number", "--no-filename"]
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line) + 1)
+    try:
+        done = subprocess.run(
+            [*words, *pattern.options, "--", "-"], input=b"".join(line + b"\n" for line in lines), capture_output=True,
+            timeout=10, check=False, env=_ENVIRONMENT, cwd="/",
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    spans: dict[int, list[tuple[int, int]]] = {}
+    for said in done.stdout.split(b"\n"):
+        offset, colon, text = said.partition(b":")
+        if colon and offset.isdigit():
+            number = bisect_right(starts, int(offset)) - 1
+            start = int(offset) - starts[number]
+            spans.setdefault(number, []).append((start, start + len(text)))
+    return spans
 
 
 def _reason(stderr: bytes, given: str) -> str:
