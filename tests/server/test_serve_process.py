@@ -200,6 +200,31 @@ def test_execs_finish_before_a_shutdown(tmp_path: Path) -> None:
         assert again.call("POST", "/disks/ws/exec", {"command": "cat f"}).json()["data"]["stdout"] == "1\n"
 
 
+def test_an_upload_ends_before_a_shutdown(tmp_path: Path) -> None:
+    with running_server(tmp_path) as server:
+        server.call("POST", "/disks", {"name": "ws"})
+        host, port = server.s3_url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            head = f"PUT /ws/f HTTP/1.1\r\nHost: x\r\nAuthorization: {server.token}\r\nContent-Length: 10\r\n\r\n"
+            connection.sendall(head.encode() + b"12345")
+            time.sleep(0.2)
+            server.process.send_signal(signal.SIGTERM)
+            wait_for(lambda: not listens(host, int(port)))
+            connection.sendall(b"67890")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+        assert server.process.wait(30) == 0
+    with running_server(tmp_path, store=server.store, token=server.token) as again:
+        assert again.call("POST", "/disks/ws/exec", {"command": "cat f"}).json()["data"]["stdout"] == "1234567890"
+
+
+def listens(host: str, port: int) -> bool:
+    try:
+        socket.create_connection((host, port), timeout=5).close()
+    except ConnectionRefusedError:
+        return False
+    return True
+
+
 def test_execs_that_take_too_long_are_told(tmp_path: Path) -> None:
     answers: list[httpx.Response] = []
     marker = uuid.uuid4().hex
