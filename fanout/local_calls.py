@@ -60,14 +60,17 @@ async def run_claimed(
         except FanoutError:
             pass  # who asks later has to wait until the claim is taken for dead
 
-    with calls.alive(claim):
-        try:
-            return await executor.run(replace(job, fence=partial(calls.check, claim)), keep)
-        except (FanoutError, anyio.get_cancelled_exc_class()):
-            if not ended:  # then nothing was committed, and nothing will be
-                with anyio.CancelScope(shield=True):
-                    await anyio.to_thread.run_sync(void)
-            raise
+    stop = calls.keep_alive(claim)
+    try:
+        return await executor.run(replace(job, fence=partial(calls.check, claim)), keep)
+    except (FanoutError, anyio.get_cancelled_exc_class()):
+        if not ended:  # then nothing was committed, and nothing will be
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(void)
+        raise
+    finally:
+        with anyio.CancelScope(shield=True):
+            await anyio.to_thread.run_sync(stop)
 
 
 async def _claim(calls: Calls, digest: str, record: ClaimRecord) -> Claim | EndRecord:

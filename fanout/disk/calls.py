@@ -9,8 +9,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -98,9 +97,8 @@ class Calls:
         if self._store.head(layout.call_key(claim.key, claim.number + 1, "claim")) is not None:
             raise LeaseLost("the call was taken over by another process, which took this one for dead")
 
-    @contextmanager
-    def alive(self, claim: Claim) -> Iterator[None]:
-        """Give signs of life for as long as the context lasts."""
+    def keep_alive(self, claim: Claim) -> Callable[[], None]:
+        """Give signs of life until what is returned is called (which may wait for one that is on its way)."""
         over = threading.Event()
 
         def beat() -> None:
@@ -110,13 +108,13 @@ class Calls:
                 except FanoutError:
                     continue  # the next one may come through in time
 
-        thread = threading.Thread(target=beat, name="fanout-call", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
+        def stop() -> None:
             over.set()
             thread.join()
+
+        thread = threading.Thread(target=beat, name="fanout-call", daemon=True)
+        thread.start()
+        return stop
 
     def _claim(self, key: str, number: int, record: ClaimRecord) -> Claim:
         made = layout.call_key(key, number, "claim")

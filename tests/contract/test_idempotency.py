@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import AsyncIterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +192,7 @@ async def test_only_stalled_while_its_command_ran(
     two: tuple[LocalFanout, LocalFanout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     impatient(monkeypatch)
-    monkeypatch.setattr(two[0]._calls, "alive", lambda claim: nullcontext())
+    monkeypatch.setattr(two[0]._calls, "keep_alive", lambda claim: lambda: None)
     failures: list[FanoutError] = []
 
     async def stalled() -> None:
@@ -216,7 +215,7 @@ async def test_only_stalled_before_it_held_its_locks(
     two: tuple[LocalFanout, LocalFanout], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     impatient(monkeypatch)
-    monkeypatch.setattr(two[0]._calls, "alive", lambda claim: nullcontext())
+    monkeypatch.setattr(two[0]._calls, "keep_alive", lambda claim: lambda: None)
     await run(two[0], None, "true")  # there is an executor
     go_on, real = anyio.Event(), two[0]._executor.run
 

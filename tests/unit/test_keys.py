@@ -12,7 +12,8 @@ import pytest
 
 from fanout.errors import Denied, Invalid, NotFound
 from fanout.format import layout
-from fanout.format.key import decode_key
+from fanout.format.call import ClaimRecord, EndRecord, decode_claim, decode_end
+from fanout.format.key import KeyRecord, MasterRecord, decode_key, decode_master
 from fanout.runtime import Runtime, seeded
 from fanout.server.keys import _CACHE_ENTRIES, CACHE_S, Created, Keys, Principal
 from fanout.store.base import Store
@@ -210,3 +211,20 @@ def test_listing_and_forgetting_a_disk(keys: Keys, clock: Clock) -> None:
     keys.forget_disk(disk)
     assert [record.nickname for record in keys.list()] == ["1", "3"]
     assert keys.get(first.record.id) == first.record
+
+
+def test_records_as_version_1_stored_them() -> None:
+    """These bytes stay readable, whatever is written today."""
+    key = (
+        "RkFOQQGBpCyD78nAKPXxRLfD9uMaKLUv/SBZpQEApAKYsDAxMjM0NTY3ODlhYmNkZWbEIAGjYm9ipHJlYWSRtGRzay0REqN3aHkCAERA6gbc"
+        "AQ=="
+    )
+    claim = "RkFOUQHT7QrhxncLzQQ8894BDtn3KLUv/SBGdQEAdAKUxCADpGV4LTGRk7Rkc2stMDEyMzQ1Njc4OWFiY2RlZqRtYWluBREBAA0gAg=="
+    disk = "dsk-0123456789abcdef"
+    expected = KeyRecord("0123456789abcdef", b"\1" * 32, "bob", "read", (disk,), 17, 18, "why")
+    assert decode_key(base64.b64decode(key), "keys/x") == expected
+    master = base64.b64decode("RkFOTQHIFCd4rhVBxMeEutU4uBPSKLUv/SAkXQAAKJLEIAIRAQANIAI=")
+    assert decode_master(master, "master") == MasterRecord(b"\2" * 32, 17)
+    assert decode_claim(base64.b64decode(claim), "x") == ClaimRecord(b"\3" * 32, "ex-1", ((disk, "main", 5),), 17)
+    end = base64.b64decode("RkFOTwG6ao5b/5t6OG8ywJ8Sg90yKLUv/SARiQAAk6ZyZXN1bHTEAnt9pGV4LTE=")
+    assert decode_end(end, "x") == EndRecord("result", b"{}", "ex-1")
