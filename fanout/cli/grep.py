@@ -50,7 +50,7 @@ _MAX_PAINTED = 20_000
 @click.option("--color", type=click.Choice(["auto", "always", "never"]), default="auto", help="When to use colours.")
 @json_option
 @click.pass_context
-def grep(context: click.Context, spec: str, pattern: str, directory: str, as_json: bool, **given: Any) -> int:
+def grep(context: click.Context, /, spec: str, pattern: str, directory: str, as_json: bool, **given: Any) -> int:
     """Search the files below DIR of DISK for lines that match PATTERN (ripgrep's syntax).
 
     On a terminal matches are shown under the name of their file, in a pipe as file:line:text. Hidden and ignored files

@@ -36,12 +36,29 @@ TUNING = Tuning(
 )  # fmt: skip
 
 names = st.sampled_from(
-    ["a", "b.py", "c.txt", "d/a", "d/b.py", "d-e", "d/é ☕", "d/e/f.py", ".hidden", "d/.git/x", "z\udcff", "-n", "a b", "x\ny"]
+    [
+        "a",
+        "b.py",
+        "c.txt",
+        "d/a",
+        "d/b.py",
+        "d-e",
+        "d/é ☕",
+        "d/e/f.py",
+        ".hidden",
+        "d/.git/x",
+        "z\udcff",
+        "-n",
+        "a b",
+        "x\ny",
+    ]
 )
 pieces = st.sampled_from(
     [
-        b"foo", b"foo", b"bar", b"Foo_bar", b" foo ", b"foobar", b"f", b"", b"", b"\r", b"\t", "é".encode(), "☕foo".encode(),
-        b"\xff", b"\xc3", b"foo\xc3", b"o" * 90, b"x" * 200, b"aaaaaaaaaaaaaaaaaaaaaaaab", b"\xef\xbb\xbf", b"TODO: foo",
+        b"foo", b"foo", b"bar", b"Foo_bar", b" foo ", b"foobar", b"f", b"", b"", b"\r", b"\t", "é".encode(),
+        "☕foo".encode(), b"\xff", b"\xc3", b"foo\xc3", b"o" * 90, b"x" * 200, b"aaaaaaaaaaaaaaaaaaaaaaaab",
+        b"\xef\xbb\xbf",
+        b"TODO: foo",
     ]
 )  # fmt: skip
 separators = st.sampled_from([b"\n", b"\n", b"\n", b" ", b"\r\n", b"\n\n", b"", b"\0"])
@@ -49,10 +66,10 @@ separators = st.sampled_from([b"\n", b"\n", b"\n", b" ", b"\r\n", b"\n\n", b"", 
 
 @st.composite
 def contents(draw: st.DrawFn) -> bytes:
-    head = draw(st.sampled_from([b"", b"", b"", b"", b"", b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff", b"\n", b"\xef\xbb"]))
-    body = b"".join(
-        piece + separator for piece, separator in draw(st.lists(st.tuples(pieces, separators), max_size=8))
+    head = draw(
+        st.sampled_from([b"", b"", b"", b"", b"", b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff", b"\n", b"\xef\xbb"])
     )
+    body = b"".join(piece + separator for piece, separator in draw(st.lists(st.tuples(pieces, separators), max_size=8)))
     if head in (b"\xff\xfe", b"\xfe\xff") and draw(st.booleans()):
         body = body.decode(errors="replace").encode("utf-16-le" if head == b"\xff\xfe" else "utf-16-be")
     return head + body
@@ -74,11 +91,26 @@ steps = st.one_of(
 )
 
 RUST = [
-    "foo", "^foo", "foo$", r"\Afoo", r"foo\z", r"\bfoo\b", "^$", "^", "$", "x*", "o+", "(?i)FOO", "foo|bar", ".", "..+", "[^f]",
-    r"\s", r"\r", r"\w+$", "(?s).foo", r"(?-u:\xff)", r"(?-u:\xc3)", "é", "☕", r"\p{L}+", r"\S+\s+\S+", "(?-m:^)foo", r"\Bo",
-    "^.{4}$", "(foo|o{3})", r"[[:upper:]]", r"(?m)^o", r"^\s*$", "a{20,}b", "\ufeff", r"\x00", ".foo", "foo.", r"\bo",
+    "foo", "^foo", "foo$", r"\Afoo", r"foo\z", r"\bfoo\b", "^$", "^", "$", "x*", "o+", "(?i)FOO", "foo|bar", ".", "..+",
+    "[^f]", r"\s", r"\r", r"\w+$", "(?s).foo", r"(?-u:\xff)", r"(?-u:\xc3)", "é", "☕", r"\p{L}+", r"\S+\s+\S+",
+    "(?-m:^)foo",
+    r"\Bo", "^.{4}$", "(foo|o{3})", r"[[:upper:]]", r"(?m)^o", r"^\s*$", "a{20,}b", "\ufeff", r"\x00", ".foo",
+    "foo.", r"\bo",
 ]  # fmt: skip
-PCRE2 = [r"(?<=o)b", "foo(?!b)", r"(f)(o)\2", r"^foo\b", r"\Afoo", r"foo\z", r"foo\Z", "^$", r"(?<!\w)foo", r"o\Kb", ".", r"\X$"]
+PCRE2 = [
+    r"(?<=o)b",
+    "foo(?!b)",
+    r"(f)(o)\2",
+    r"^foo\b",
+    r"\Afoo",
+    r"foo\z",
+    r"foo\Z",
+    "^$",
+    r"(?<!\w)foo",
+    r"o\Kb",
+    ".",
+    r"\X$",
+]
 FIXED = ["foo", "o", ".", "", " ", "☕", "\r", "é", "bar", "-n", "(", "aab"]
 searches = st.one_of(
     st.tuples(st.just("rust"), st.sampled_from(RUST)),
@@ -92,7 +124,9 @@ options = st.fixed_dictionaries(
         "word": st.booleans(),
         "directory": st.sampled_from(["/", "/", "/", "/d", "/d/e", "/q"]),
         "recursive": st.sampled_from([True, True, True, False]),
-        "include": st.sampled_from([(), (), (), ("*.py",), ("d/**",), ("/a",), ("*.{py,txt}", "?"), ("[!ad]*",), ("d",)]),
+        "include": st.sampled_from(
+            [(), (), (), ("*.py",), ("d/**",), ("/a",), ("*.{py,txt}", "?"), ("[!ad]*",), ("d",)]
+        ),
         "exclude": st.sampled_from([(), (), (), ("*.py",), ("d",), ("/d/e",), ("e/",), ("**/a",), ("d/*",), (".*",)]),
         "concurrency": st.sampled_from([None, 1, 3]),
         "output": st.sampled_from(["lines", "lines", "lines", "count", "files"]),
