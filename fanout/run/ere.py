@@ -24,7 +24,7 @@ def rust_of_ere(pattern: str) -> str:
     """Return the pattern in ripgrep's syntax; `Invalid` for back references and malformed brackets."""
     out: list[str] = []
     at = 0
-    starts = True  # here a `*` has nothing to repeat, and so stands for itself
+    starts = True  # here a `*` has nothing to repeat, and so means nothing
     while at < len(pattern):
         char = pattern[at]
         if char == "\\":
@@ -32,7 +32,7 @@ def rust_of_ere(pattern: str) -> str:
         elif char == "[":
             piece, at = _bracket(pattern, at)
         elif char in "*+?" and starts:
-            piece, at = "\\" + char, at + 1
+            piece, at = "", at + 1
         elif char == "{":
             piece, at = _braces(pattern, at, starts)
         elif char in "}]":
@@ -40,7 +40,7 @@ def rust_of_ere(pattern: str) -> str:
         else:
             piece, at = char, at + 1
         out.append(piece)
-        starts = char in "(|^" and piece == char
+        starts = (char in "(|^" and piece == char) or (starts and not piece)
     return "".join(out)
 
 

@@ -1,0 +1,199 @@
+"""The pure parts of searching: globs, extended expressions, what a pattern needs, words, how a tree is cut."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fanout.errors import Invalid
+from fanout.run.ere import rust_of_ere
+from fanout.run.globs import Globs
+from fanout.run.grep_plan import split
+from fanout.run.needs import Need, needs_of_literal, needs_of_regex, word_expressions
+from fanout.run.ripgrep import program
+from fanout.view.parts import Part
+from fanout.view.words import write_words
+
+
+@pytest.mark.parametrize(
+    ("glob", "takes", "leaves"),
+    [
+        ("*.py", [b"a.py", b"d/a.py", b".py"], [b"a.pyc", b"a.py/x"]),
+        ("/a", [b"a"], [b"d/a"]),
+        ("d/**", [b"d/a", b"d/e/a"], [b"d", b"x/d/a"]),
+        ("**/a", [b"a", b"d/e/a"], [b"ba"]),
+        ("d/**/a", [b"d/a", b"d/x/y/a"], [b"d/xa"]),
+        ("d/*", [b"d/a"], [b"d/e/a"]),
+        ("a?c", [b"abc"], [b"a/c", b"ac"]),
+        ("[a-c]x", [b"bx"], [b"dx", b"/x"]),
+        ("[!a-c]x", [b"dx"], [b"bx"]),
+        ("{a,b*}.c", [b"a.c", b"bbb.c"], [b"c.c"]),
+        (r"\*", [b"*"], [b"a"]),
+        ("a,b", [b"a,b"], [b"a"]),
+        ("é*", ["éa".encode()], [b"ea"]),
+        ("x\ny", [b"x\ny"], [b"x"]),
+    ],
+)
+def test_globs_take_what_ripgrep_takes(glob: str, takes: list[bytes], leaves: list[bytes]) -> None:
+    globs = Globs(include=[glob])
+    assert [path for path in (*takes, *leaves) if globs.select(path)] == takes
+
+
+def test_what_is_excluded_goes_with_all_below() -> None:
+    globs = Globs(["*.py"], ["d", "e/", "/f/g"])
+    assert globs.select(b"a.py")
+    for path in (b"d/a.py", b"x/d/y/a.py", b"e/a.py", b"f/g/a.py", b"a.txt"):
+        assert not globs.select(path)
+    assert globs.select(b"x/f/g/a.py")
+    assert Globs(exclude=["e/"]).select(b"x/e")  # for directories only
+    assert globs.select(b"d/a.py", below=1)  # what is searched itself is not judged
+    assert not Globs()
+
+
+@pytest.mark.parametrize(
+    ("ere", "rust"),
+    [
+        ("a.b*c+d?", "a.b*c+d?"),
+        ("(a|b){2,3}", "(a|b){2,3}"),
+        ("a{,3}", "a{0,3}"),
+        ("a{x", r"a\{x"),
+        ("*a", "a"),
+        ("(*a|+?b)", "(a|b)"),
+        (r"\<a\>", r"\b{start}a\b{end}"),
+        (r"\.\d\/", r"\.d\/"),
+        ("[]a]", r"[\]a]"),
+        ("[^]a-c]", r"[^\]a-c]"),
+        (r"[\w]", r"[\\w]"),
+        ("[[:alpha:]_]", "[[:alpha:]_]"),
+        ("[a&&b~~]", r"[a\&\&b\~\~]"),
+        ("[a-]", r"[a\-]"),
+        ("[[.-.]]", r"[\-]"),
+        ("a}", r"a\}"),
+    ],
+)
+def test_extended_expressions(ere: str, rust: str) -> None:
+    assert rust_of_ere(ere) == rust
+
+
+@pytest.mark.parametrize("ere", [r"a\1", "[a", "[[:nope:]]", "a\\", "[[.ab.]]"])
+def test_what_the_engine_has_not_is_refused(ere: str) -> None:
+    with pytest.raises(Invalid, match="pattern"):
+        rust_of_ere(ere)
+
+
+pieces = st.sampled_from(
+    ["a", "b", ".", "[ab]", "[^a]", "(a|b)", "(a*b)", "a{2}", "b{1,2}", "^", "$", "|", "*", "+", "[]a]"]
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(pieces, min_size=1, max_size=5), st.lists(st.text("ab]x ", max_size=6), max_size=6))
+def test_extended_expressions_match_what_grep_matches(parts: list[str], lines: list[str]) -> None:
+    pattern = "".join(parts)
+    data = "".join(line + "\n" for line in lines).encode()
+    grep = subprocess.run(["grep", "-E", "-e", pattern], input=data, capture_output=True, env={"LC_ALL": "C.UTF-8"})
+    if grep.returncode > 1:
+        return
+    rg = subprocess.run([program().path, "--no-config", "-e", rust_of_ere(pattern)], input=data, capture_output=True)
+    if rg.returncode > 1:
+        assert re.search(r"[*+}][*+{]|[\^$][*+{]", pattern), rg.stderr  # repeating what is repeated
+        return
+    assert rg.stdout == grep.stdout
+
+
+@pytest.mark.parametrize(
+    ("pattern", "needs"),
+    [
+        ("foo", ["foo"]),
+        (r"def \w+_cache\(", ["_cache("]),
+        ("import|return", ["import", "return"]),
+        ("colou?r", ["colo"]),
+        ("abc+d", ["abc"]),
+        ("abc*", []),
+        ("(?i)abc", []),
+        ("(abc|x)", []),
+        ("x(?:abc)?def", ["def"]),
+        ("abc{0}def", ["def"]),
+        (r"\bget_it\b", ["get_it"]),
+        (r"a\.b\.cde", ["a.b.cde"]),
+        (r"\Qabc", []),
+        ("[[:alpha:]]word", ["word"]),
+        ("[]]word", ["word"]),
+        ("abc|d", []),
+        ("(?x) a b c", []),
+        (r"\x41bcd", ["bcd"]),
+        (r"\<abc", ["abc"]),
+        ("abc)", []),
+        ("foo??bar", ["bar"]),
+    ],
+)
+def test_what_a_pattern_needs(pattern: str, needs: list[str]) -> None:
+    assert [need.text for need in needs_of_regex(pattern)] == needs
+
+
+@pytest.mark.parametrize(
+    ("text", "binary", "ignore_case", "expressions"),
+    [
+        ("foo", False, False, ["foo"]),
+        ("a.foo(", False, False, ["^foo$"]),
+        ("foo(", False, False, ["foo$"]),
+        (".foo", False, False, ["^foo"]),
+        ("ab", False, False, None),
+        ("éfoo", False, False, ["éfoo"]),
+        ("éfoo", True, False, ["foo"]),  # there only ASCII is of words
+        ("task_id", True, True, ["_id"]),  # s and k match more than ASCII
+        ("(kids", True, True, None),
+    ],
+)
+def test_how_words_are_looked_for(text: str, binary: bool, ignore_case: bool, expressions: list[str] | None) -> None:
+    assert word_expressions(needs_of_literal(text), binary=binary, ignore_case=ignore_case) == expressions
+    assert word_expressions((), binary=False, ignore_case=False) is None
+    assert word_expressions((Need(text), Need("x")), binary=binary, ignore_case=ignore_case) is None
+
+
+@given(st.binary(max_size=200), st.booleans())
+def test_words_are_all_there(tmp_path_factory: pytest.TempPathFactory, data: bytes, binary: bool) -> None:
+    place = tmp_path_factory.mktemp("words")
+    (place / "data").write_bytes(data * 3 + b"\n")
+    assert write_words(str(place), binary)
+    assert not write_words(str(place), binary)
+    wanted = rb"[0-9A-Za-z_]{3,}" if binary else rb"[0-9A-Za-z_\x80-\xff]{3,}"
+    assert set((place / "words").read_bytes().split(b"\n")) - {b""} == set(re.findall(wanted, data * 3 + b"\n"))
+
+
+def test_words_across_the_pieces_they_are_read_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fanout.view.words._STEP", 4)
+    (tmp_path / "data").write_bytes(b"abcdefghij klm nopqrstuvwx")
+    write_words(str(tmp_path), binary=False)
+    assert set((tmp_path / "words").read_bytes().split()) == {b"abcdefghij", b"klm", b"nopqrstuvwx"}
+
+
+def part(name: str, size: int, kind: str = "text", *, here: bool = True) -> Part:
+    return Part(kind, name, name.encode(), name.encode() + b"\xff", lambda _: 0, here, size)  # type: ignore[arg-type]
+
+
+def test_a_tree_is_cut_into_shards_of_about_the_same_size() -> None:
+    parts = [part(f"p{n:03}", 10 << 20) for n in range(60)] + [part(f"p{n:03}", 1 << 20, "binary") for n in range(60)]
+    shards = split(parts, 2)
+    assert len(shards) == 2
+    sizes = [sum(each.size for each in shard.parts) for shard in shards]
+    assert max(sizes) - min(sizes) <= 20 << 20
+    assert sorted(each.identity for shard in shards for each in shard.parts) == sorted(each.identity for each in parts)
+    for shard in shards:
+        for run in shard.runs:
+            assert all(a.end is not None and a.end <= b.first for a, b in pairwise(run))
+    assert len(split(parts[:3], 8)) == 1  # too little for more processes
+    assert split([], 2) == []
+
+
+def test_what_is_to_be_fetched_is_searched_in_small_shards() -> None:
+    shards = split([part(f"p{n:03}", 10 << 20, here=n < 6) for n in range(40)], 2)
+    small = [sum(each.size for each in shard.parts) for shard in shards if not shard.parts[0].here]
+    assert len(small) > 8
+    assert max(small) <= 40 << 20
