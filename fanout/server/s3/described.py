@@ -96,7 +96,7 @@ def kept_headers(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
             kept.append((name, value))
         elif name in _KEPT:
             if name == "content-encoding":
-                value = ",".join(part for part in map(str.strip, value.split(",")) if part != "aws-chunked")
+                value = ", ".join(part for part in map(str.strip, value.split(",")) if part != "aws-chunked")
             if value:
                 kept.append((name, value))
     if size > _MAX_META_BYTES:

@@ -73,7 +73,7 @@ _CODES: dict[str, tuple[int, str]] = {
 for _name in (
     "NoSuchBucketPolicy", "NoSuchCORSConfiguration", "NoSuchLifecycleConfiguration", "NoSuchTagSet",
     "NoSuchWebsiteConfiguration", "NoSuchPublicAccessBlockConfiguration", "ObjectLockConfigurationNotFoundError",
-    "OwnershipControlsNotFoundError", "ReplicationConfigurationNotFoundError",
+    "ReplicationConfigurationNotFoundError",
     "ServerSideEncryptionConfigurationNotFoundError",
 ):  # fmt: skip
     _CODES[_name] = (404, "There is no such configuration.")

@@ -44,7 +44,6 @@ _NOTHING = {
     "encryption": "ServerSideEncryptionConfigurationNotFoundError",
     "lifecycle": "NoSuchLifecycleConfiguration",
     "object-lock": "ObjectLockConfigurationNotFoundError",
-    "ownershipControls": "OwnershipControlsNotFoundError",
     "policy": "NoSuchBucketPolicy",
     "publicAccessBlock": "NoSuchPublicAccessBlockConfiguration",
     "replication": "ReplicationConfigurationNotFoundError",
@@ -59,8 +58,8 @@ _EMPTY = {
 }
 _SUBRESOURCES = frozenset({
     *_NOTHING, *_EMPTY, "acl", "analytics", "attributes", "delete", "intelligent-tiering", "inventory", "legal-hold",
-    "location", "metrics", "metadataTable", "policyStatus", "renameObject", "restore", "retention", "select", "session",
-    "tagging", "torrent", "uploadId", "uploads", "versions",
+    "location", "metrics", "metadataTable", "ownershipControls", "policyStatus", "renameObject", "restore", "retention",
+    "select", "session", "tagging", "torrent", "uploadId", "uploads", "versions",
 })  # fmt: skip
 
 _OBJECT_OPERATIONS: Mapping[tuple[str, str], Operation] = {
@@ -93,15 +92,25 @@ class S3Gateway:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = self._state.runtime.hex_id(16).upper()
         resource, method = "/", scope["method"]
+        asked_for_body = False
+
+        async def receiving() -> Any:
+            nonlocal asked_for_body
+            asked_for_body = True
+            return await receive()
+
         try:
             request = parse(scope)
             resource = request.resource
-            reply = await self._answer(request, receive)
+            reply = await self._answer(request, receiving)
         except FanoutError as error:
             reply = _failure(error_of(error), resource, request_id)
         except Exception as error:
             _log.error("an S3 request broke", exc_info=error)
             reply = _failure(S3Error("InternalError"), resource, request_id)
+        if not asked_for_body and any(name == b"expect" for name, _ in scope["headers"]):
+            # The client may or may not send the body that was not asked for: nothing else can follow it.
+            reply.headers.append((b"connection", b"close"))
         await _send(reply, method, request_id, send, receive)
 
     async def _answer(self, request: Request, receive: Receive) -> Reply:
@@ -128,6 +137,8 @@ class S3Gateway:
         return await operation(await self._call(request, access, receive))
 
     async def _call(self, request: Request, access: Access, receive: Receive) -> Call:
+        if request.headers.get("x-amz-expected-bucket-owner", OWNER_ID) != OWNER_ID:
+            raise S3Error("AccessDenied", f"The owner of every bucket is {OWNER_ID!r}.")
         right: Right = "read" if request.method in ("GET", "HEAD") else "write"
         line = await self._buckets.open(access.principal, request.bucket, right)
         return Call(self._state, request, access, receive, self._in_thread, line, self._buckets)
@@ -174,6 +185,8 @@ def _bucket_operation(request: Request, subresource: str) -> Operation:
             return _acl
         if subresource == "location":
             return _location
+        if subresource == "ownershipControls":
+            return _ownership
         if subresource in _EMPTY:
             return _empty
         if subresource in _NOTHING or subresource == "tagging":
@@ -201,6 +214,11 @@ async def _head_bucket(call: Call) -> Reply:
 async def _location(call: Call) -> Reply:
     await call.threads(call.point.state)
     return Reply(200, [], document("LocationConstraint"))
+
+
+async def _ownership(call: Call) -> Reply:
+    rule = text("ObjectOwnership", "BucketOwnerEnforced")
+    return Reply(200, [], document("OwnershipControls", f"<Rule>{rule}</Rule>"))
 
 
 async def _acl(call: Call) -> Reply:

@@ -32,8 +32,9 @@ class parameters:
         self.prefix = raw(query.get("prefix", ""))
         self.delimiter = raw(query.get("delimiter", ""))
 
-    def head(self, call: Call, limit: str = "MaxKeys") -> list[str]:
-        told = [text("Name", call.request.bucket), _element("Prefix", self.prefix, self.url)]
+    def head(self, call: Call, limit: str = "MaxKeys", *, prefix_as_is: bool = False) -> list[str]:
+        """Return what every listing says of itself. In V1 the prefix is never encoded: clients do not decode it."""
+        told = [text("Name", call.request.bucket), _element("Prefix", self.prefix, self.url and not prefix_as_is)]
         if self.delimiter:
             told.append(_element("Delimiter", self.delimiter, self.url))
         told.append(text(limit, self.limit))
@@ -68,7 +69,7 @@ async def list_objects(call: Call) -> Reply:
 
     def work() -> Reply:
         page = _page(call, given, marker)
-        told = [*given.head(call), given.key("Marker", marker), *_truncated(page)]
+        told = [*given.head(call, prefix_as_is=True), given.key("Marker", marker), *_truncated(page)]
         if page.last is not None and given.delimiter:
             told.append(given.key("NextMarker", page.last))
         told += [_contents(given, key, node, owner=True) for key, node in page.keys]
@@ -82,7 +83,7 @@ async def list_objects_v2(call: Call) -> Reply:
     given = parameters(call)
     token = call.query.get("continuation-token")
     start_after = raw(call.query.get("start-after", ""))
-    after = start_after if token is None else _position(token)
+    after = _position(token) if token else start_after
     owner = call.query.get("fetch-owner") == "true"
 
     def work() -> Reply:

@@ -305,7 +305,7 @@ def _chosen(
 
 
 def _checksum_of_object(call: Call, record: UploadRecord, parts: Sequence[PartRecord]) -> tuple[str, ...]:
-    given = claimed_checksum({**call.headers, "x-amz-trailer": ""}, composite=True)
+    given = claimed_checksum({**call.headers, "x-amz-trailer": ""})
     kind = call.headers.get("x-amz-checksum-type", "").upper()
     if not record.algorithm:
         return ()

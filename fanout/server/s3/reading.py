@@ -216,7 +216,7 @@ def _object_parts(call: Call, facts: Facts) -> str:
         inner = documents.text("PartNumber", number) + documents.text("Size", size)
         if algorithm and value:
             inner += documents.text(f"Checksum{algorithm}", value)
-            told.append(f"<Part>{inner}</Part>")
+        told.append(f"<Part>{inner}</Part>")
     truncated = after + shown < len(facts.parts)
     head = [
         documents.text("PartsCount", len(facts.parts)),

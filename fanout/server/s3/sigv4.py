@@ -41,6 +41,7 @@ MAX_EXPIRES_S = 7 * 24 * 3600
 _FIELD = re.compile(r"\s*(\w+)\s*=\s*(.*?)\s*")
 _DATE = re.compile(r"[0-9]{8}T[0-9]{6}Z")
 _SAFE_PATH, _SAFE = "/-_.~", "-_.~"
+_WHOLE = re.compile(r"-?[0-9]{1,9}")
 _SPACES = re.compile(r" +")
 
 
@@ -87,7 +88,7 @@ def claim_of_query(query: Mapping[str, str]) -> Claim:
     if query.get("X-Amz-Algorithm") != ALGORITHM or missing:
         raise S3Error(wrong, f"A presigned request needs X-Amz-Algorithm={ALGORITHM}, {', '.join(names)}.")
     expires = query["X-Amz-Expires"]
-    if not expires.isascii() or not expires.isdigit() or not 0 < int(expires[:9]) <= MAX_EXPIRES_S:
+    if _WHOLE.fullmatch(expires) is None or int(expires) > MAX_EXPIRES_S:
         raise S3Error(wrong, f"X-Amz-Expires must be 1 to {MAX_EXPIRES_S} seconds.")
     time = _time(query["X-Amz-Date"])
     return _claim(

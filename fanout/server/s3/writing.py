@@ -295,14 +295,12 @@ def _at_key(tree: Tree, key: bytes) -> Node | None:
 
 
 def _check_delete(conditions: Mapping[str, str], now: Node | None) -> None:
-    """Hold the conditions of a delete against what is there; nothing there is fine, unless `If-Match: *` says else."""
+    """Hold the conditions of a delete against what is there; nothing there is fine, whatever they are."""
     match = conditions.get("if-match")
     time = conditions.get("x-amz-if-match-last-modified-time")
     size = conditions.get("x-amz-if-match-size")
-    if match is None and time is None and size is None:
+    if now is None or (match is None and time is None and size is None):
         return
-    if now is None:
-        raise S3Error("NoSuchKey")
     etag = described(now)[1]
     if match is not None and match.strip() != "*" and match.strip().strip('"') != etag:
         raise S3Error("PreconditionFailed", Condition="If-Match")
