@@ -146,6 +146,10 @@ class Disk(ABC):
         """Describe one file (or link); None if there is none or it is a directory."""
 
     @abstractmethod
+    async def stat(self, path: str) -> DirEntry | None:
+        """Describe whatever has this absolute path, a link as a link; None if nothing has. The root has no name."""
+
+    @abstractmethod
     async def delete_object(self, key: str, *, recursive: bool = False) -> None:
         """Remove a file, a link or an empty directory (a whole tree if `recursive`). What is not there is fine."""
 

@@ -171,6 +171,12 @@ class LocalDisk(Disk):
             return None
         return object_info(path, node)
 
+    async def stat(self, path: str) -> DirEntry | None:
+        key = absolute("path", path)
+        node = await anyio.to_thread.run_sync(self.core.lookup, self.point, key)
+        parent, _, name = key.rpartition(b"/")
+        return None if node is None else directory_entry(parent, name, node)
+
     async def delete_object(self, key: str, *, recursive: bool = False) -> None:
         path = tree_path("key", key.rstrip("/") or "/", allow_root=recursive)
         await anyio.to_thread.run_sync(

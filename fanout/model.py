@@ -119,7 +119,10 @@ class ObjectInfo(Value):
 
 
 class DirEntry(Value):
-    """One name in a directory. `size` in bytes, `mode` the permission bits, `target` a symbolic link's."""
+    """One name in a directory. `size` in bytes, `mode` the permission bits, `target` a symbolic link's.
+
+    `etag` changes with a file's content; directories have none.
+    """
 
     name: str
     path: str
@@ -128,6 +131,7 @@ class DirEntry(Value):
     mode: int
     mtime_ns: int
     target: str | None = None
+    etag: str = ""
 
 
 class Lock(Value):

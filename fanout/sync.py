@@ -166,6 +166,10 @@ class Disk:
         """See `fanout.Disk.head_object`."""
         return self._bridge.call(lambda: self._inner.head_object(key))
 
+    def stat(self, path: str) -> DirEntry | None:
+        """See `fanout.Disk.stat`."""
+        return self._bridge.call(lambda: self._inner.stat(path))
+
     def delete_object(self, key: str, *, recursive: bool = False) -> None:
         """See `fanout.Disk.delete_object`."""
         self._bridge.call(lambda: self._inner.delete_object(key, recursive=recursive))

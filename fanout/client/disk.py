@@ -114,6 +114,11 @@ class RemoteDisk(Disk):
         found = await self._call("GET", "head", {"key": key})
         return None if found is None else wire.value_of(ObjectInfo, found)
 
+    async def stat(self, path: str) -> DirEntry | None:
+        absolute("path", path)
+        found = await self._call("GET", "stat", {"path": path})
+        return None if found is None else wire.value_of(DirEntry, found)
+
     async def delete_object(self, key: str, *, recursive: bool = False) -> None:
         tree_path("key", key.rstrip("/") or "/", allow_root=recursive)
         await self._call("DELETE", "object", {"key": key, "recursive": recursive}, key=True)

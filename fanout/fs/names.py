@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import os
 import posixpath
-from contextlib import aclosing
 from typing import NamedTuple
 
 from fanout.api import Disk
@@ -23,14 +22,12 @@ from fanout.errors import (
     Limit,
     NotFound,
 )
-from fanout.model import ObjectInfo
+from fanout.model import DirEntry
 
-__all__ = ["Place", "follow", "look_up", "os_error", "place_of", "refusal"]
+__all__ = ["Place", "follow", "os_error", "place_of", "refusal"]
 
 #: As many links as Linux follows.
 _MAX_LINKS = 40
-#: Sorts after every name that begins with `a` and comes before `a/`.
-_BEFORE_SLASH = ".\U0010ffff"
 
 _NUMBERS: dict[type[FanoutError], int] = {
     NotFound: errno.ENOENT,
@@ -75,31 +72,17 @@ def refusal(number: int, path: str) -> OSError:
     return OSError(number, os.strerror(number), path)
 
 
-async def look_up(disk: Disk, key: str) -> ObjectInfo | None:
-    """Return what has this very key: a file, a link, or a directory."""
-    found = await disk.head_object(key)
-    if found is not None:
-        return found
-    async with aclosing(disk.list_objects(key, recursive=False, start_after=key + _BEFORE_SLASH)) as near:  # type: ignore[type-var]
-        async for each in near:
-            if each.key == key + "/":
-                return each
-            if os.fsencode(each.key) > os.fsencode(key + "/"):
-                break
-    return None
-
-
-async def follow(disk: Disk, key: str) -> tuple[str, ObjectInfo]:
+async def follow(disk: Disk, key: str) -> tuple[str, DirEntry]:
     """Return what a key leads to, through links in it or at its end, and the key of that.
 
     `NotFound` if it leads nowhere on this disk: an absolute target is a place of some sandbox.
     """
     asked = key
     for _ in range(_MAX_LINKS):
-        found = await look_up(disk, key)
+        found = await disk.stat(f"/{key}")
         if found is not None and found.kind != "symlink":
             return key, found
-        onward = await _around(disk, key) if found is None else await _target(disk, key)
+        onward = await _around(disk, key) if found is None else _target(key, found)
         if onward is None:
             raise NotFound(f"disk {disk.name!r} has no {asked!r}")
         key = onward
@@ -110,20 +93,16 @@ async def _around(disk: Disk, key: str) -> str | None:
     """Return where `key` is if a directory of it is a link."""
     parent = key
     while parent := posixpath.dirname(parent):
-        found = await look_up(disk, parent)
+        found = await disk.stat(f"/{parent}")
         if found is not None:
-            onward = await _target(disk, parent) if found.kind == "symlink" else None
+            onward = _target(parent, found)
             return None if onward is None else posixpath.join(onward, key[len(parent) + 1 :])
     return None
 
 
-async def _target(disk: Disk, link: str) -> str | None:
-    """Return the key that a link points to; None for one that points out of the disk."""
-    parent, name = posixpath.split(link)
-    async with aclosing(disk.listdir("/" + parent)) as entries:  # type: ignore[type-var]
-        async for entry in entries:
-            if entry.name == name and entry.target is not None:
-                target = posixpath.normpath(posixpath.join(parent, entry.target))
-                outside = target in (".", "..") or target.startswith(("/", "../"))
-                return None if outside else target
-    return None
+def _target(key: str, found: DirEntry) -> str | None:
+    """Return the key that a link points to; None for one that points out of the disk, and for what is no link."""
+    if found.target is None:
+        return None
+    target = posixpath.normpath(posixpath.join(posixpath.dirname(key), found.target))
+    return None if target in (".", "..") or target.startswith(("/", "../")) else target

@@ -22,7 +22,7 @@ from fanout.api import Disk
 from fanout.default import connect
 from fanout.errors import FanoutError, Invalid, NotFound
 from fanout.fs.connection import Connection
-from fanout.fs.infos import Info, of_entry, of_link, of_object, of_root, version
+from fanout.fs.infos import Info, of_entry, of_link, of_root
 from fanout.fs.names import follow, os_error, place_of, refusal
 from fanout.model import DirEntry
 
@@ -122,7 +122,7 @@ class ReadableDisks(AsyncFileSystem):  # type: ignore[misc]
         if not key:
             return await self._on(path, lambda disk: _done(of_root(path)))
         real, found = await self._on(path, lambda disk: follow(disk, key))
-        return of_object(path, found, None if real == key else real)
+        return of_entry(path, found, None if real == key else real)
 
     async def _exists(self, path: str, **kwargs: Any) -> bool:
         try:
@@ -160,7 +160,7 @@ class ReadableDisks(AsyncFileSystem):  # type: ignore[misc]
                 real, found = await follow(disk, key)
                 if found.kind == "directory":
                     return await _entries(disk, path, real)
-                return [of_object(path, found, None if real == key else real)]
+                return [of_entry(path, found, None if real == key else real)]
 
         return await self._on(path, listing)
 
@@ -286,8 +286,7 @@ class ReadableDisks(AsyncFileSystem):  # type: ignore[misc]
     def check_unchanged(self, path: str, before: Info) -> None:
         """Raise OSError (ESTALE) if the file is no longer what `before` describes."""
         now = self.info(path, refresh=True)
-        same = version(now) == version(before) if "etag" in before else version(now)[:2] == version(before)[:2]
-        if not same:
+        if now.get("etag") != before.get("etag"):
             raise OSError(errno.ESTALE, "the file was changed while it was being read", path)
 
 

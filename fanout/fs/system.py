@@ -23,8 +23,8 @@ from fsspec.callbacks import DEFAULT_CALLBACK
 from fanout.api import Content, Disk
 from fanout.errors import Conflict, FanoutError, NotFound
 from fanout.fs.file import FanoutFile, FanoutTransaction, Staged
-from fanout.fs.infos import Info, of_object
-from fanout.fs.names import look_up, os_error, place_of, refusal
+from fanout.fs.infos import Info, of_entry
+from fanout.fs.names import os_error, place_of, refusal
 from fanout.fs.reading import ReadableDisks, concurrently
 
 __all__ = ["FanoutFileSystem"]
@@ -52,14 +52,14 @@ class FanoutFileSystem(ReadableDisks):
         async def check(disk: Disk) -> Info | None:
             if disk.at is not None:
                 raise PermissionError(errno.EACCES, f"checkpoint {disk.at!r} cannot be written", path)
-            found = await look_up(disk, key) if mode in ("ab", "xb") else None
+            found = await disk.stat(f"/{key}") if mode in ("ab", "xb") else None
             if found is None:
                 return None
             if mode == "xb":
                 raise refusal(errno.EEXIST, path)
             if found.kind == "directory":
                 raise refusal(errno.EISDIR, path)
-            return of_object(path, found)
+            return of_entry(path, found)
 
         return await self._on(path, check)
 
@@ -68,7 +68,7 @@ class FanoutFileSystem(ReadableDisks):
         key = self._key(path)
 
         async def put(disk: Disk) -> None:
-            if exclusive and await look_up(disk, key) is not None:
+            if exclusive and await disk.stat(f"/{key}") is not None:
                 raise refusal(errno.EEXIST, path)
             await disk.put_object(key, data, mode=mode)
 
@@ -82,7 +82,7 @@ class FanoutFileSystem(ReadableDisks):
             try:
                 await work(disk)
             except Conflict as conflict:
-                there = await look_up(disk, self._key(path))
+                there = await disk.stat(f"/{self._key(path)}")
                 is_directory = there is not None and there.kind == "directory"
                 raise refusal(errno.EISDIR if is_directory else errno.ENOTDIR, path) from conflict
 
@@ -268,7 +268,7 @@ class FanoutFileSystem(ReadableDisks):
         line, key = place_of(path)
 
         async def remove(disk: Disk) -> None:
-            found = await look_up(disk, key) if key else None
+            found = await disk.stat(f"/{key}") if key else None
             if key and found is None:
                 raise NotFound(f"disk {disk.name!r} has no {key!r}")
             if not recursive and (found is None or found.kind == "directory"):
@@ -308,6 +308,6 @@ async def _upload(disk: Disk, by_key: dict[str, Staged], top: Path) -> None:
         os.link(staged.name, top / key)
         directories.update(map(str, list(Path(key).parents)[:-1]))
     for directory in directories:
-        found = await look_up(disk, directory)
+        found = await disk.stat(f"/{directory}")
         (top / directory).chmod(found.mode if found is not None and found.kind == "directory" else 0o755)
     await disk.upload(top, "/")

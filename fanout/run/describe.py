@@ -148,6 +148,7 @@ def directory_entry(parent: bytes, name: bytes, node: Node) -> DirEntry:
         mode=node.mode,
         mtime_ns=node.mtime_ns,
         target=shown(node.target) if node.kind == SYMLINK else None,
+        etag="" if node.kind == DIR else content_hash(node).hex(),
     )
 
 

@@ -138,6 +138,10 @@ def _objects(native: Native) -> None:
     async def head_object(disk: LocalDisk, call: Call) -> Answer:
         return await disk.head_object(call.text("key"))
 
+    @native.read("/disks/{disk}/stat", "Describe whatever has a path", "path!")
+    async def stat(disk: LocalDisk, call: Call) -> Answer:
+        return await disk.stat(call.text("path"))
+
     @native.write("/disks/{disk}/move", "Rename a file or directory", body=wire.Moving)
     async def move(disk: LocalDisk, call: Call) -> Answer:
         body = call.body(wire.Moving)

@@ -298,6 +298,35 @@ async def test_move(disk: Disk) -> None:
             await disk.move(bad, "/x")
 
 
+async def test_stat_tells_of_everything(disk: Disk, tmp_path: Path) -> None:
+    (tmp_path / "tree/d").mkdir(parents=True)
+    (tmp_path / "tree/d/f").write_bytes(b"abc")
+    (tmp_path / "tree/d/f").chmod(0o750)
+    (tmp_path / "tree/d/l").symlink_to("f")
+    await disk.upload(tmp_path / "tree")
+    listed = {entry.name: entry async for entry in disk.listdir("/d")}
+    for name in ("f", "l"):
+        assert await disk.stat(f"/d/{name}") == listed[name]
+    file = await disk.stat("/d/f")
+    head = await disk.head_object("d/f")
+    assert file is not None
+    assert head is not None
+    assert (file.kind, file.size, file.mode, file.etag) == ("file", 3, 0o750, head.etag)
+    link = await disk.stat("/d/l")
+    assert link is not None
+    assert (link.kind, link.target) == ("symlink", "f")
+    directory, root = await disk.stat("/d/"), await disk.stat("/")
+    assert directory is not None
+    assert (directory.kind, directory.path, directory.etag) == ("directory", "/d", "")
+    assert root is not None
+    assert (root.kind, root.path, root.name) == ("directory", "/", "")
+    assert await disk.stat("/d/gone") is None
+    assert await disk.stat("/d/f/below") is None
+    for bad in ("d", "", "/a//b", "/../x"):
+        with pytest.raises(Invalid, match="path"):
+            await disk.stat(bad)
+
+
 async def test_copy_and_taking_a_place(disk: Disk) -> None:
     await disk.put_object("d/a", b"a", mode=0o755)
     await disk.put_object("d/deep/b", b"b")
