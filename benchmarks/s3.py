@@ -1,8 +1,9 @@
 """s3: GET and PUT of small and large objects and a long listing, through the S3 gateway, beside other S3 servers.
 
-All servers run on this machine and get the same load from the same generator (s3_load.py), in turn, a burst each. The
-gateway's store is a directory of this host, and a PUT is durable when it answers; moto keeps everything in its memory,
-and so does the OSD behind Ceph's gateway. All verify signatures but moto.
+All servers run on this machine and get the same load from the same generator (s3_load.py), in turn, a burst each. moto
+keeps everything in its memory, and so does the OSD behind Ceph's gateway; so the gateway's store is on a memory file
+system, too, if there is one. "fanout on disk" is the same on a disk, where a PUT waits until it is durable. All verify
+signatures but moto.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -46,6 +48,7 @@ _ROUNDS = {"full": 7, "quick": 3, "smallest": 1}
 _CALLS = {"full": {_SMALL: 640, _LARGE: 64}, "quick": {_SMALL: 128, _LARGE: 32}, "smallest": {_SMALL: 4, _LARGE: 2}}
 _WHATS: tuple[Literal["get", "put"], ...] = ("get", "put")
 _START_S = 30.0
+_MEMORY = "/dev/shm"
 
 
 class Server(NamedTuple):
@@ -58,7 +61,7 @@ class Server(NamedTuple):
 async def run(report: Report, size: Size, place: Path) -> None:
     with ExitStack() as stack:
         found: list[Server] = []
-        for name, start in (("fanout", _gateway), ("moto", _moto), ("rgw", _rgw)):
+        for name, start in (("fanout", _gateway), ("fanout on disk", _on_disk), ("moto", _moto), ("rgw", _rgw)):
             try:
                 found.append(await anyio.to_thread.run_sync(lambda s=start: stack.enter_context(s(place))))  # type: ignore[misc]
             except Skip as reason:
@@ -83,7 +86,7 @@ async def _objects(
 
         async def burst() -> float:
             done = await anyio.to_thread.run_sync(loaded, load)
-            if done.refused and server.name == "fanout":
+            if done.refused and server.name != "moto":
                 raise RuntimeError(done.refused[0])
             bursts[server.name].append(done)
             return len(done.calls_ms) / done.wall_ms * 1e3
@@ -99,14 +102,15 @@ async def _objects(
         refused = [text for burst in done for text in burst.refused]
         if refused:
             report.notes.append(f"{label}: {server.name} refused {len(refused)} calls: {refused[0][:60]!r}")
-    ours = Stats.of(rates["fanout"]).p50
+    ours = found[0]
+    rate = Stats.of(rates[ours.name]).p50
     for server in found[1:]:
         limit = SMALL_TIMES if server.name == "moto" and bytes_ == _SMALL else None
-        ratio = ours / Stats.of(rates[server.name]).p50
-        report.bound(f"{label}: fanout's calls/s are {server.name}'s times", ratio, limit, unit="x", at_least=True)
+        ratio = rate / Stats.of(rates[server.name]).p50
+        report.bound(f"{label}: calls/s of {ours.name} / {server.name}", ratio, limit, unit="x", at_least=True)
     if bytes_ == _LARGE:
         limit = LARGE_MB_S if what == "get" else None
-        report.bound(f"{label}: fanout", ours * bytes_ / 1e6, limit, unit="MB/s", at_least=True)
+        report.bound(f"{label}: {ours.name}", rate * bytes_ / 1e6, limit, unit="MB/s", at_least=True)
 
 
 async def _listing(report: Report, found: list[Server], size: Size) -> None:
@@ -126,7 +130,7 @@ async def _listing(report: Report, found: list[Server], size: Size) -> None:
         label = f"LIST {_LISTED[size]} keys, {width} client{'s' if width > 1 else ''}"
         stats = {server.name: report.add(f"{label}: {server.name}", walls[server.name]) for server in found}
         for server in found[1:]:
-            report.ratio(f"{label}: fanout / {server.name}", stats["fanout"], stats[server.name])
+            report.ratio(f"{label}: {found[0].name} / {server.name}", stats[found[0].name], stats[server.name])
 
 
 def loaded(load: Load) -> Found:
@@ -166,8 +170,25 @@ def _fill(server: Server, listed: int) -> None:
 
 @contextmanager
 def _gateway(place: Path) -> Iterator[Server]:
-    with servers.fanout_server(place / "fanout") as running:
-        made = Server("fanout", Load(running.s3_url, "bench", running.access_key, running.secret_key))
+    if not os.access(_MEMORY, os.W_OK):
+        raise Skip(f"there is no memory file system at {_MEMORY}")
+    with tempfile.TemporaryDirectory(prefix="fanout-bench-", dir=_MEMORY) as memory, _fanout("fanout", memory) as made:
+        yield made
+
+
+@contextmanager
+def _on_disk(place: Path) -> Iterator[Server]:
+    with _fanout("fanout on disk", str(place / "store")) as made:
+        yield made
+
+
+@contextmanager
+def _fanout(name: str, store: str) -> Iterator[Server]:
+    with (
+        tempfile.TemporaryDirectory(prefix="fanout-bench-") as place,
+        servers.fanout_server(Path(place), store=f"file://{store}") as running,
+    ):
+        made = Server(name, Load(running.s3_url, "bench", running.access_key, running.secret_key))
 
         async def create() -> None:
             async with fanout.connect(running.url, api_key=running.token) as fo:

@@ -15,7 +15,9 @@ __all__ = ["fanout_server"]
 
 
 @contextmanager
-def fanout_server(place: Path, *arguments: str, options: Sequence[str] = ()) -> Iterator[Running]:
-    """Run `fanout OPTIONS serve ARGUMENTS` on a local store below `place`, without a log line for each request."""
-    with running_server(place, "--log-level", "WARNING", *arguments, options=options) as running:
+def fanout_server(
+    place: Path, *arguments: str, options: Sequence[str] = (), store: str | None = None
+) -> Iterator[Running]:
+    """Run `fanout OPTIONS serve ARGUMENTS` without a log line for each request; the store is below `place`."""
+    with running_server(place, "--log-level", "WARNING", *arguments, options=options, store=store) as running:
         yield running
