@@ -138,7 +138,9 @@ def settings(context: click.Context) -> Settings:
     from fanout.config import Settings
 
     options = context.find_object(Globals) or Globals()
-    return Settings.load(url=options.url, **options.embedded())
+    loaded = Settings.load(url=options.url, **options.embedded())
+    here = options.store is not None and options.url is None  # what is asked for goes before FANOUT_URL
+    return loaded.model_copy(update={"url": None}) if here else loaded
 
 
 def disk_argument(command: Callable[..., Any]) -> Callable[..., Any]:

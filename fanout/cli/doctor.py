@@ -25,14 +25,14 @@ _MARKS = {"ok": "ok", "bad": "NO", "note": "--"}
 def doctor(context: click.Context, as_json: bool) -> int:
     """Check which engines work here, whether the store keeps its promises, and the cache.
 
-    Runs a trial command in each engine and races a few small objects in the store. Exits with 69 if nothing
-    could run here.
+    Runs a trial command in each engine and races a few small objects in the store. With --url, a trial command on the
+    server instead. Exits with 69 if nothing could run.
     """
     from fanout.cli.render import json_document, safe
     from fanout.errors import TABLE
 
     found = list(_checks(settings(context)))
-    usable = any(each["state"] == "ok" for each in found if each["check"] in _ENGINES)
+    usable = any(each["state"] == "ok" for each in found if each["check"] in (*_ENGINES, "server"))
     healthy = usable and all(each["state"] == "ok" for each in found if each["check"] in ("store", "cache"))
     if as_json:
         json_document({"ok": healthy, "checks": found})
@@ -50,6 +50,9 @@ def _checks(values: Settings) -> Iterator[dict[str, Any]]:
     host = f"fanout {fanout.__version__}, Python {platform.python_version()}, Linux {platform.release()}"
     user = "root" if os.geteuid() == 0 else f"uid {os.geteuid()}"
     yield _check("host", "note", f"{host}, {len(os.sched_getaffinity(0))} cores, {user}")
+    if values.url is not None:
+        yield _guarded("server", lambda: _server(values))
+        return
     yield _check("execs", "note", f"at most {values.max_in_flight} at once (FANOUT_MAX_IN_FLIGHT)")
     for engine in _ENGINES:
         yield _guarded(engine, lambda engine=engine: _engine(values, engine))  # type: ignore[misc]
@@ -68,6 +71,30 @@ def _guarded(check: str, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return ask()
     except (FanoutError, OSError) as error:
         return _check(check, "bad", str(error))
+
+
+def _server(values: Settings) -> dict[str, Any]:
+    import asyncio
+
+    from fanout.client import RemoteFanout
+    from fanout.runtime import system
+
+    async def ask() -> dict[str, Any]:
+        fo = RemoteFanout(values)
+        async with fo:
+            began = system.monotonic()
+            about = await fo.about()
+            answer_ms = (system.monotonic() - began) * 1e3
+            run = await fo.exec("true")
+            exec_ms = (system.monotonic() - began) * 1e3 - answer_ms
+        if not run.ok:
+            return _check("server", "bad", f"{values.url}: `true` ended with {run.exit_code} ({run.status})")
+        text = f"{values.url}: fanout {about.version} answers in {answer_ms:.0f} ms; a fresh {run.engine} sandbox on "
+        text += f"{run.host} takes {exec_ms:.0f} ms"
+        times = {"answer_ms": round(answer_ms, 1), "exec_ms": round(exec_ms, 1)}
+        return _check("server", "ok", text, url=values.url, version=about.version, **times)
+
+    return asyncio.run(ask())
 
 
 def _engine(values: Settings, name: str) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def put(context: click.Context, spec: str, local: str, remote: str, as_json: boo
         async with session(context) as fo:
             disk = await fo.disks.get(spec)
             if local == "-":
-                stored = await disk.put_object(remote, sys.stdin.buffer.read())
+                stored = await disk.put_object(remote, sys.stdin.buffer)
                 seq, changed = None, 1
                 target = stored.key
             else:
@@ -78,7 +78,7 @@ def get(context: click.Context, spec: str, remote: str, local: str) -> int:
         async with session(context) as fo:
             disk = await fo.disks.get(spec)
             if local == "-":
-                _write(await disk.get_object(remote))
+                await _copy_out(disk, remote)
                 return
             into = target
             if os.path.isdir(into) and await disk.head_object(remote) is not None:
@@ -126,7 +126,7 @@ def cat(context: click.Context, spec: str, paths: tuple[str, ...]) -> int:
         async with session(context) as fo:
             disk = await fo.disks.get(spec)
             for path in paths:
-                _write(await disk.get_object(path))
+                await _copy_out(disk, path)
 
     return run_async(work)
 
@@ -237,9 +237,10 @@ def _absolute(path: str) -> str:
     return path if path.startswith("/") else "/" + path
 
 
-def _write(data: bytes) -> None:
+async def _copy_out(disk: Disk, path: str) -> None:
     sys.stdout.flush()
-    sys.stdout.buffer.write(data)
+    async for chunk in disk.read_object(path):
+        sys.stdout.buffer.write(chunk)
     sys.stdout.buffer.flush()
 
 

@@ -45,6 +45,10 @@ class RemoteFanout(Fanout):
         await self.http.open()
         return self
 
+    async def about(self) -> wire.About:
+        """Return what the server says of itself."""
+        return wire.value_of(wire.About, await self.http.call("GET", ""))
+
     async def aclose(self) -> None:
         """Close the connections. Execs under way are killed and commit nothing; their callers get `Unavailable`."""
         keys = list(self._keys)
