@@ -67,7 +67,9 @@ class Settings(BaseModel):
 
     `store`: file://, s3:// or memory:// URL. `cache_bytes`: bound of the host cache. `max_in_flight`: execs at once
     (default 8 per core). `root_dir`: a directory that commands see as / instead of the host's system directories.
-    `host_paths`: host paths (or `source:target`) that commands see read-only. `qemu_pool`: VMs that the qemu engine
+    `host_paths`: host paths (or `source:target`) that commands see read-only. `network_deny`: IPv4 networks
+    (`10.0.0.0/8`) that commands with a network do not reach; this host's loopback and link-local ones never.
+    `qemu_pool`: VMs that the qemu engine
     keeps booted once it is used. `qemu_memory_mib`: memory of a VM whose command has no limit of its own.
     """
 
@@ -84,6 +86,7 @@ class Settings(BaseModel):
     s3_endpoint: str | None = None
     root_dir: Path | None = None
     host_paths: tuple[str, ...] = ()
+    network_deny: tuple[str, ...] = ()
     qemu_pool: int = Field(2, ge=0, le=64)
     qemu_memory_mib: int = Field(512, ge=128, le=1 << 20)
     output_bytes: int = Field(1 << 20, ge=1 << 10, le=1 << 30)
@@ -102,7 +105,7 @@ class Settings(BaseModel):
             variable = f"FANOUT_{field.upper()}"
             if field != "tuning" and environ.get(variable):
                 text = environ[variable]
-                values[field] = text.split(os.pathsep) if field == "host_paths" else text
+                values[field] = text.split(os.pathsep) if field in ("host_paths", "network_deny") else text
                 origin[field] = variable
         for name, value in arguments.items():
             if name not in cls.model_fields:

@@ -26,7 +26,9 @@ def open_engine(settings: Settings) -> Engine:
 def _bubblewrap(settings: Settings) -> Engine:
     from fanout.engine.bubblewrap import BubblewrapEngine
 
-    return BubblewrapEngine(root=settings.root_dir, host_paths=_host_paths(settings))
+    return BubblewrapEngine(
+        root=settings.root_dir, host_paths=_host_paths(settings), network_deny=settings.network_deny
+    )
 
 
 def _qemu(settings: Settings) -> Engine:

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ import pytest
 from fanout.engine import network
 from fanout.engine.base import Spec
 from fanout.engine.bubblewrap import BubblewrapEngine
-from fanout.errors import EngineUnavailable
+from fanout.errors import EngineUnavailable, Invalid
 from tests.support.engines import ENGINES
 from tests.support.outside import METADATA, OUTSIDE, PRIVATE
 
@@ -91,11 +92,13 @@ print(json.dumps([said, open("/proc/net/route").read().count("\\n"), [name for _
 """
 
 
-def in_a_world_of_its_own(engine: str, code: str, *, times: int = 1, network: bool = True) -> tuple[list[str], object]:
+def in_a_world_of_its_own(
+    engine: str, code: str, *, times: int = 1, network: bool = True, deny: Sequence[str] = ()
+) -> tuple[list[str], list[list[str]]]:
     """Run Python in a sandbox of this engine, so many times at once; return what each said, and who reached what."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.outside", engine],
-        input=json.dumps({"code": code, "times": times, "network": network}) + "\n",
+        input=json.dumps({"code": code, "times": times, "network": network, "deny": list(deny)}) + "\n",
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -134,6 +137,18 @@ def test_several_at_once_each_have_their_own(engine: str) -> None:
     said, reached = in_a_world_of_its_own(engine, code, times=8)
     assert said == [f"hello from {OUTSIDE}\n"] * 8
     assert reached == [["tcp", OUTSIDE]] * 8
+
+
+def test_more_networks_can_be_denied_and_bad_ones_are_refused() -> None:
+    found = network.find(["10.0.0.0/8", "192.0.2.1"])
+    assert found is not None
+    assert found.denied == (*network.DENIED, "10.0.0.0/8", "192.0.2.1/32")
+    for bad in ("10.0.0.1/8", "fe80::/10", "example.com", ""):
+        with pytest.raises(Invalid, match="network_deny"):
+            BubblewrapEngine(network_deny=[bad])
+    said, reached = in_a_world_of_its_own("bubblewrap-bwrap", WAYS_OUT, deny=[PRIVATE])
+    assert json.loads(said[0])[2] == ""
+    assert ["tcp", PRIVATE] not in reached
 
 
 def test_a_host_without_slirp4netns_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fanout.engine.base import Engine
 
 __all__ = ["ENGINES", "make_engine"]
@@ -12,8 +14,8 @@ __all__ = ["ENGINES", "make_engine"]
 ENGINES = ("bubblewrap-kernel", "bubblewrap-bwrap")
 
 
-def make_engine(name: str) -> Engine:
+def make_engine(name: str, **settings: Any) -> Engine:
     """Make one; whether it works here its `probe` tells."""
     from fanout.engine.bubblewrap import BubblewrapEngine
 
-    return BubblewrapEngine(overlay="kernel" if name == "bubblewrap-kernel" else "bwrap")
+    return BubblewrapEngine(overlay="kernel" if name == "bubblewrap-kernel" else "bwrap", **settings)

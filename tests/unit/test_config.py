@@ -34,6 +34,8 @@ def test_an_empty_variable_is_not_set() -> None:
 
 def test_host_paths_are_separated_like_PATH() -> None:
     assert Settings.load({"FANOUT_HOST_PATHS": "/opt/a:/opt/b"}).host_paths == ("/opt/a", "/opt/b")
+    networks = Settings.load({"FANOUT_NETWORK_DENY": "10.0.0.0/8:192.168.0.0/16"}).network_deny
+    assert networks == ("10.0.0.0/8", "192.168.0.0/16")
 
 
 @pytest.mark.parametrize(
