@@ -162,17 +162,22 @@ class _Search:
         check = Check(query.pattern, self._rg)
         try:
             wanted = Wanted(query.directory, query.binary, query.selects if query.selective else None)
-            check.finish(self._deadline_s - self._monotonic())
-            parts, held = arrange(self._scans, self._disk.id, state, self._disk.reader, wanted, self._stopped.is_set)
+            parts, held = arrange(
+                self._scans, self._disk.id, state, self._disk.reader, wanted,
+                lambda: self._stopped.is_set() or check.refused,
+            )  # fmt: skip
             rule_out(parts, query, self._scans, self._rg, self._searcher.cores)
+            check.finish(self._deadline_s - self._monotonic())
             shards = split(parts, query.concurrency or self._searcher.cores)
             with Ahead(self._scans, shards, lambda part: self._stopped.is_set() or self._beyond(part.first)) as ahead:
                 self._ahead = ahead
                 self._run_all(shards)
         except Stopped:
-            pass
+            if check.refused:
+                check.finish(0.0)
         finally:
             timer.cancel()
+            check.abandon()
             for each in held:
                 each.release()
         self._searcher.indexer.want(self._unindexed)

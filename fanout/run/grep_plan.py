@@ -20,7 +20,7 @@ __all__ = ["Ahead", "Done", "Shard", "split"]
 #: How many scan files are built at once: most of the time they wait for the store.
 _BUILDERS = 6
 #: A shard has at least this much to search, if there is so much: a process costs about as much as searching it.
-_SHARD_BYTES = 64 << 20
+_SHARD_BYTES = 8 << 20
 #: And this much at most, so that no worker waits long for another at the end.
 _MOST_BYTES = 512 << 20
 #: What is still to be fetched is searched in small shards, so that the search keeps up with it.

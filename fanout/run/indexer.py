@@ -43,11 +43,13 @@ class Indexer:
             except OSError:
                 self._process = None
 
-    def settle(self) -> None:
-        """Wait until what is under way is done."""
+    def settle(self) -> bool:
+        """Wait until what is under way is done; False if nothing was."""
         process = self._process
-        if process is not None:
-            process.wait()
+        if process is None or process.poll() is not None:
+            return False
+        process.wait()
+        return True
 
     def close(self) -> None:
         """End what is under way."""

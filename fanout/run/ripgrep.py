@@ -157,10 +157,15 @@ class Check:
         except OSError as error:
             raise EngineUnavailable(f"{found.path} does not run ({error.strerror})") from error
 
+    @property
+    def refused(self) -> bool:
+        """Whether the pattern is known not to compile."""
+        return self._process.poll() not in (None, 0, 1)
+
     def finish(self, timeout_s: float) -> None:
         """Wait for the answer; `Invalid` says where the pattern does not compile."""
         try:
-            said = self._process.communicate(timeout=max(timeout_s, 0.0))[1]
+            said = self._process.communicate(timeout=max(timeout_s, 0.01))[1]
         except subprocess.TimeoutExpired as error:
             self.abandon()
             raise Invalid.argument(
@@ -170,9 +175,11 @@ class Check:
             raise Invalid.argument("pattern", self._pattern.shown, _reason(said, self._pattern.options[-1]))
 
     def abandon(self) -> None:
-        """End it without an answer."""
-        self._process.kill()
-        self._process.communicate()
+        """End it without an answer, if it has not ended."""
+        if self._process.returncode is None:
+            self._process.kill()
+        if self._process.stderr is not None and not self._process.stderr.closed:
+            self._process.communicate()
 
 
 def files_that_match(

@@ -188,7 +188,7 @@ def test_a_tree_is_cut_into_shards_of_about_the_same_size() -> None:
     for shard in shards:
         for run in shard.runs:
             assert all(a.end is not None and a.end <= b.first for a, b in pairwise(run))
-    assert len(split(parts[:3], 8)) == 1  # too little for more processes
+    assert len(split([part("a", 1 << 20), part("b", 1 << 20)], 8)) == 1  # too little for more processes
     assert split([], 2) == []
 
 
