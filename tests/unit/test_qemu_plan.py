@@ -13,8 +13,12 @@ SMALL, BIG = Guest(memory_bytes=256 << 20), Guest(memory_bytes=1024 << 20)
 PLENTY = 1 << 40
 
 
-def plan(*, size: int = 2, boots: int = 2, memory_bytes: int = PLENTY) -> Plan:
+def plan(*, size: int = 2, boots: int = 4, memory_bytes: int = PLENTY) -> Plan:
     return Plan(SMALL, size=size, boots=boots, memory_bytes=memory_bytes)
+
+
+def ahead(vm: int) -> Boot:
+    return Boot(vm, SMALL, ahead=True)
 
 
 def test_nothing_is_booted_before_somebody_comes() -> None:
@@ -25,22 +29,29 @@ def test_nothing_is_booted_before_somebody_comes() -> None:
 def test_the_first_one_waits_for_his_boot_and_the_next_ones_do_not() -> None:
     made = plan()
     assert made.arrive(7, SMALL) == [Boot(1, SMALL)]
-    assert made.booted(1) == [Give(1, 7, warm=False), Boot(2, SMALL), Boot(3, SMALL)]
+    assert made.booted(1) == [Give(1, 7, warm=False), ahead(2), ahead(3)]
     assert made.booted(2) == []
     assert made.booted(3) == []
-    assert made.arrive(8, SMALL) == [Give(2, 8, warm=True), Boot(4, SMALL)]
+    assert made.arrive(8, SMALL) == [Give(2, 8, warm=True), ahead(4)]
     assert made.ended(1) == []
     assert made.counts == {"waiting": 0, "booting": 1, "ready": 1, "given": 1}
 
 
 def test_at_most_so_many_boot_at_once_in_the_order_of_arrival() -> None:
-    made = plan(size=0)
+    made = plan(size=0, boots=2)
     assert made.arrive(1, SMALL) == [Boot(1, SMALL)]
     assert made.arrive(2, BIG) == [Boot(2, BIG)]
     assert made.arrive(3, SMALL) == made.arrive(4, BIG) == []
     assert made.booted(2) == [Give(2, 2, warm=False), Boot(3, SMALL)]
     assert made.booted(1) == [Give(1, 1, warm=False), Boot(4, BIG)]
     assert made.booted(4) == [Give(4, 4, warm=False)]
+
+
+def test_fewer_boot_at_once_where_nobody_waits() -> None:
+    made = plan(boots=2)
+    made.arrive(1, SMALL)
+    assert made.booted(1) == [Give(1, 1, warm=False), ahead(2)]
+    assert made.booted(2) == [ahead(3)]
 
 
 def test_other_kinds_are_booted_when_asked_for_and_not_kept_ready() -> None:
@@ -76,7 +87,8 @@ def test_ready_ones_make_room_for_one_who_waits() -> None:
 def test_what_can_never_fit_is_refused_at_once() -> None:
     made = plan(memory_bytes=cost_bytes(SMALL))
     (refused,) = made.arrive(1, BIG)
-    assert isinstance(refused, Refuse) and "1088 MiB does not fit" in refused.why
+    assert isinstance(refused, Refuse)
+    assert "1088 MiB does not fit" in refused.why
     assert made.arrive(2, SMALL) == [Boot(1, SMALL)]
 
 
@@ -86,7 +98,7 @@ def test_a_boot_that_fails_is_tried_again_and_then_told() -> None:
     assert made.arrive(2, SMALL) == []
     assert made.failed(1) == [Boot(2, SMALL)]
     assert made.failed(2) == [Refuse(1, ""), Boot(3, SMALL)]
-    assert made.booted(3) == [Give(3, 2, warm=False), Boot(4, SMALL)]
+    assert made.booted(3) == [Give(3, 2, warm=False), ahead(4)]
     assert made.failed(4) == [], "nobody waits: it is not tried for ever"
     assert made.arrive(3, SMALL) == [Boot(5, SMALL)]
 
@@ -96,7 +108,7 @@ def test_a_ready_one_that_died_is_replaced() -> None:
     made.arrive(1, SMALL)
     made.booted(1)
     made.booted(2)
-    assert made.ended(2) == [Boot(3, SMALL)]
+    assert made.ended(2) == [ahead(3)]
 
 
 def test_one_who_leaves_frees_the_boot_for_the_next() -> None:
@@ -141,7 +153,7 @@ def test_the_bounds_hold_and_nobody_is_forgotten(
     def follow(instructions: list[Instruction]) -> None:
         for each in instructions:
             match each:
-                case Boot(vm, guest):
+                case Boot(vm, guest, _):
                     assert vm not in living
                     living[vm] = guest
                     booting.append(vm)

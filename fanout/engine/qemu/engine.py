@@ -64,6 +64,11 @@ NUMBERS = {
     **{"CAP_SETUID": 7, "CAP_NET_BIND_SERVICE": 10, "CAP_SYS_CHROOT": 18},
 }
 
+CAPABILITY_MASK = sum(1 << NUMBERS[name] for name in CAPABILITIES)
+
+#: What VMs try before they are needed, unless commands are run by another shell.
+SHELL = b"/bin/sh"
+
 
 class QemuEngine(Engine):
     """Runs each command in a fresh VM, from a pool of booted ones where one fits.
@@ -140,6 +145,7 @@ class QemuEngine(Engine):
             _check_target(mount.target)
             check_directories(mount)
         host = self._ready()
+        host.rehearses = _rehearsal(spec)
         process = _Process(spec, host, self._request(spec), host.guest(spec.limits, self._memory_bytes))
         process.launch()
         return process
@@ -168,7 +174,7 @@ class QemuEngine(Engine):
             pids=limits.PIDS_MAX,
             cpus=spec.limits.cpus,
             open_files=limits.OPEN_FILES,
-            capabilities=sum(1 << NUMBERS[name] for name in CAPABILITIES),
+            capabilities=CAPABILITY_MASK,
             now_ns=self._runtime.now_ns(),
             entropy=self._runtime.token_bytes(64),
         )
@@ -228,7 +234,8 @@ class _Host:
             runtime=self.runtime,
         )
         plan = Plan(pooled, size=engine._pool_size, boots=_boots(), memory_bytes=_memory_for_vms())
-        self.pool = Pool(plan, self._make)
+        self.rehearses = SHELL
+        self.pool = Pool(plan, self._make, lambda: Request([self.rehearses, b"-c", b":"], capabilities=CAPABILITY_MASK))
         raise_open_files()
 
     def guest(self, wanted: Limits, memory_bytes: int) -> Guest:
@@ -329,6 +336,12 @@ class _Process(Process):
                 self._host.pool.ended(self._vm)
         finally:
             self._sent.set()
+
+
+def _rehearsal(spec: Spec) -> bytes:
+    """Return the shell that runs a command, where one does."""
+    program = os.fsencode(spec.argv[0])
+    return program if program.endswith(b"sh") and len(spec.argv) > 1 and spec.argv[1] in ("-c", b"-c") else SHELL
 
 
 def _is_dead(spawner: Spawner) -> bool:

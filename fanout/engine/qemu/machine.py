@@ -231,6 +231,11 @@ class Machine:
         except OSError:
             return 0
 
+    def rehearse(self, request: Request, timeout_s: float = 30.0) -> None:
+        """Run something as a trial: a command like it starts sooner. `EngineUnavailable` as from `wait_ready`."""
+        self._outgoing += protocol.encode_request(request, Kind.REHEARSE)
+        self._expect(Kind.REHEARSED, self._runtime.monotonic() + timeout_s)
+
     def _ask(self, command: str, *fds: int, **arguments: Any) -> None:
         """Have QEMU do something."""
         try:

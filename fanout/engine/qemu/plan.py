@@ -23,10 +23,11 @@ ATTEMPTS = 2
 
 @dataclass(frozen=True, slots=True)
 class Boot:
-    """Boot a VM under this number."""
+    """Boot a VM under this number; `ahead` where nobody waits for it."""
 
     vm: int
     guest: Guest
+    ahead: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,8 @@ def cost_bytes(guest: Guest) -> int:
 class Plan:
     """Keeps `size` VMs of kind `pooled` ready once the first of that kind was asked for. Not thread safe.
 
-    At most `boots` boot at once; all there are fit into `memory_bytes` together. Others than `pooled` are booted when
-    asked for. Each is given away once.
+    At most `boots` boot at once, half as many where nobody waits for them; all there are fit into `memory_bytes`
+    together. Others than `pooled` are booted when asked for. Each is given away once.
     """
 
     def __init__(self, pooled: Guest, *, size: int, boots: int, memory_bytes: int) -> None:
@@ -80,6 +81,7 @@ class Plan:
         self.size = size
         self.boots = boots
         self.memory_bytes = memory_bytes
+        self._ahead = max(1, boots // 2)  # where nobody waits: the commands that run need the cores, too
         self._waiting: dict[int, _Waiter] = {}  # in the order of arrival
         self._booting: dict[int, Guest] = {}
         self._ready: dict[int, Guest] = {}
@@ -158,8 +160,9 @@ class Plan:
             out += [self._drop(vm) for vm in list(self._ready)]
             return out
         self._boot_for_waiters(out)
-        while self._awake and not self._waiting and self._of(self.pooled) < self.size and self._may_boot(self.pooled):
-            out.append(self._boot(self.pooled))
+        if self._awake and not self._waiting:
+            while self._of(self.pooled) < self.size and len(self._booting) < self._ahead and self._fits(self.pooled):
+                out.append(self._boot(self.pooled, ahead=True))
         return out
 
     def _give(self, out: list[Instruction]) -> None:
@@ -195,10 +198,10 @@ class Plan:
     def _of(self, guest: Guest) -> int:
         return sum(held == guest for held in (*self._booting.values(), *self._ready.values()))
 
-    def _boot(self, guest: Guest) -> Boot:
+    def _boot(self, guest: Guest, *, ahead: bool = False) -> Boot:
         self._next += 1
         self._booting[self._next] = guest
-        return Boot(self._next, guest)
+        return Boot(self._next, guest, ahead)
 
     def _drop(self, vm: int) -> Drop:
         self._given[vm] = self._ready.pop(vm)  # its memory is free when it is gone

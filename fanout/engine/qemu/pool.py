@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from fanout.engine.qemu.machine import Guest
 from fanout.engine.qemu.plan import Boot, Drop, Give, Instruction, Plan, Refuse
+from fanout.engine.qemu.protocol import Request
 from fanout.engine.qemu.vm import VM
 from fanout.errors import EngineUnavailable
 
@@ -38,9 +39,11 @@ class Turn:
 class Pool:
     """Boots VMs as the plan says. Every VM taken must be given to `ended` when it is over."""
 
-    def __init__(self, plan: Plan, make: Callable[[Guest], VM]) -> None:
+    def __init__(self, plan: Plan, make: Callable[[Guest], VM], rehearsal: Callable[[], Request]) -> None:
+        """`make` returns a VM to be booted, `rehearsal` what one tries that is booted before anybody needs it."""
         self._plan = plan
         self._make = make
+        self._rehearsal = rehearsal
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._turns: dict[int, Turn] = {}
@@ -111,9 +114,9 @@ class Pool:
     def _carry_out(self, instructions: Sequence[Instruction]) -> None:
         for each in instructions:
             match each:
-                case Boot(number, guest):
+                case Boot(number, guest, ahead):
                     vm = self._vms[number] = self._make(guest)
-                    self._threads.submit(self._boot, number, vm)
+                    self._threads.submit(self._boot, number, vm, ahead)
                 case Give(number, waiter, warm):
                     turn = self._turns.pop(waiter)
                     turn.vm, turn.warm = self._vms[number], warm
@@ -129,9 +132,9 @@ class Pool:
         last = next(iter(self._failures.values()), None)
         return EngineUnavailable(why) if why or last is None else EngineUnavailable(str(last))
 
-    def _boot(self, number: int, vm: VM) -> None:
+    def _boot(self, number: int, vm: VM, ahead: bool) -> None:
         try:
-            vm.boot()
+            vm.boot(rehearsal=self._rehearsal() if ahead else None)
         except BaseException as error:
             vm.end()
             with self._lock:

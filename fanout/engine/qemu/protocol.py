@@ -6,8 +6,8 @@ One byte stream in each direction (a virtio-serial port). A frame is a type (u8)
 payload (u32, little endian, at most `MAX_PAYLOAD`), the payload. The guest says READY once and is then asked once:
 REQUEST frames whose payloads together are a list of fields (tag u8, length u32, value), RUN, and meanwhile STDIN and
 STDIN_END. It answers STARTED, STDOUT and STDERR, and last EXIT, or REFUSED where nothing was run. Before it is asked,
-it can be told to PREPARE (mount the root, whose tag is the payload), and to SETTLE (leave zeros in unused memory), and
-says when that is done.
+it can be told to PREPARE (mount the root, whose tag is the payload), to SETTLE (leave zeros in unused memory), and
+after REQUEST frames to REHEARSE (run that as a trial, without limits, its output unread); it says when that is done.
 
 Flow control: the host sends at most `STDIN_WINDOW` bytes of stdin more than CREDIT frames have acknowledged, so
 that the guest needs no more memory than that and always reads the frame KILL. Output is held back by the port itself:
@@ -43,7 +43,7 @@ __all__ = [
     "encode_request",
 ]
 
-VERSION = 2
+VERSION = 3
 MAGIC = b"fanout-agent"
 
 HEADER = struct.Struct("<B3xI")
@@ -68,6 +68,7 @@ class Kind(IntEnum):
     KILL = 5
     PREPARE = 6
     SETTLE = 7
+    REHEARSE = 8
     READY = 64
     STARTED = 65
     STDOUT = 66
@@ -77,6 +78,7 @@ class Kind(IntEnum):
     REFUSED = 70
     PREPARED = 71
     SETTLED = 72
+    REHEARSED = 73
 
 
 class Stage(IntEnum):
@@ -198,8 +200,8 @@ def encode(kind: Kind, payload: bytes | memoryview = b"") -> bytes:
 CPU_PERIOD_US = 100_000
 
 
-def encode_request(request: Request) -> bytes:
-    """Return the frames that ask for a command, RUN included."""
+def encode_request(request: Request, last: Kind = Kind.RUN) -> bytes:
+    """Return the frames that ask for a command, the last included: RUN, or REHEARSE for a trial."""
     fields = bytearray()
 
     def add(tag: _Field, value: bytes) -> None:
@@ -226,7 +228,7 @@ def encode_request(request: Request) -> bytes:
     for each in request.tmpfs:
         add(_Field.TMPFS, struct.pack("<IQ", each.mode, each.size_bytes) + os.fsencode(each.path))
     pieces = [encode(Kind.REQUEST, bytes(fields[at : at + MAX_PAYLOAD])) for at in range(0, len(fields), MAX_PAYLOAD)]
-    return b"".join([*pieces, encode(Kind.RUN)])
+    return b"".join([*pieces, encode(last)])
 
 
 def _network(network: Address) -> bytes:
@@ -258,7 +260,7 @@ class Frames:
 
 def _header(buffer: bytearray, at: int) -> tuple[Kind, int]:
     number, length = HEADER.unpack_from(buffer, at)
-    if number < Kind.READY or number > Kind.SETTLED or any(buffer[at + 1 : at + 4]):
+    if number < Kind.READY or number > Kind.REHEARSED or any(buffer[at + 1 : at + 4]):
         raise BadFrame(f"a frame of type {number}")
     if length > MAX_PAYLOAD:
         raise BadFrame(f"a frame of {length} bytes")

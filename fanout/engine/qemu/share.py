@@ -119,6 +119,10 @@ class Share:
         except BlockingIOError:
             return ""
 
+    def kill(self) -> None:
+        """Kill it; see `end`."""
+        self._jail.kill()
+
     def end(self) -> None:
         """Kill it and wait until it is dead, and with it the mounts; repeating it is harmless."""
         self._jail.end()

@@ -59,13 +59,19 @@ class VM:
         self._share: Share | None = None
         self._machine: Machine | None = None
 
-    def boot(self) -> None:
-        """Start it and wait until its agent answers; `EngineUnavailable` says what happened instead."""
+    def boot(self, rehearsal: Request | None = None) -> None:
+        """Start it and wait until its agent answers; `EngineUnavailable` says what happened instead.
+
+        With a `rehearsal`, a trial of that comes before: a command like it then starts sooner.
+        """
         try:
             if self.guest == self._host.copied:
                 self._copy_or_make()
             else:
                 self._start(None).wait_ready(BOOT_S)
+            if rehearsal is not None:
+                assert self._machine is not None
+                self._machine.rehearse(rehearsal, BOOT_S)
         except BaseException as error:
             said = self._share.said() if self._share is not None else ""
             self.end()
@@ -175,4 +181,28 @@ class VM:
         if self.guest.acceleration == "kvm":
             options += ["--dev-bind", "/dev/kvm", "/dev/kvm"]
         options += ["--proc", "/proc", "--remount-ro", "/"]
-        return Jail(self._host.spawner, self._host.bwrap, options, argv, output=output, others=inherited)
+        qemu = Jail(self._host.spawner, self._host.bwrap, options, argv, output=output, others=inherited)
+        assert self._share is not None
+        return _Both(qemu, self._share)
+
+
+class _Both:
+    """QEMU, as `Machine` knows it; when it is killed, virtiofsd is at the same time: there is no more use for it."""
+
+    def __init__(self, qemu: Jail, share: Share) -> None:
+        self._qemu = qemu
+        self._share = share
+
+    @property
+    def pid(self) -> int:
+        return self._qemu.pid
+
+    def poll(self) -> int | None:
+        return self._qemu.poll()
+
+    def kill(self) -> None:
+        self._share.kill()
+        self._qemu.kill()
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self._qemu.wait(timeout)

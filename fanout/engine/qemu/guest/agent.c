@@ -11,13 +11,13 @@
 #include "wire.h"
 #include "sandbox.h"
 
-enum { PORT_TRIES = 20000, LAST_WORDS_MS = 30000, PREPARE_TRIES = 5000, UNTOUCHED = 16 << 20 };
+enum { PORT_TRIES = 20000, LAST_WORDS_MS = 30000, PREPARE_TRIES = 5000, REHEARSAL_MS = 5000, UNTOUCHED = 16 << 20 };
 
 /* What the init tells the agent through a pipe: that the command runs, how it ended, or why it does not run. */
 enum { TOLD_STARTED = 1, TOLD_END, TOLD_REFUSED };
 struct told { u32 kind; int how, value, error, stage; u64 elapsed_ns; char text[64]; };
 
-static int is_guest, port, initramfs = -1;
+static int is_guest, rehearsing, port, initramfs = -1;
 
 /* --- boot -------------------------------------------------------------------------------------------------------- */
 
@@ -97,6 +97,22 @@ static int set_limits(struct failure *f) {
     if (request.cpu_us && !set_limit(f, "/cg/exec/cpu.max", request.cpu_us, " 100000")) return 0;
     if (!set_limit(f, "/cg/exec/memory.oom.group", 1, "")) return 0;
     return set_limit(f, "/p/sys/user/max_user_namespaces", request.user_namespaces, "");
+}
+
+/* The command can be at its limit of memory and yet find a page to give up each time, its own program's, which it reads
+ * again at once: then the kernel sees progress and nobody dies. Stalled for nearly all of a while, it is out of memory. */
+static int pressure = -1, starved;
+
+static void watch_pressure(void) {
+    static const char stall[] = "full 1500000 2000000";
+    pressure = request.memory ? open_file("/cg/exec/memory.pressure", O_RDWR | O_NONBLOCK) : -1;
+    if (pressure >= 0 && sys(SYS_write, pressure, stall, sizeof stall, 0, 0) < 0) pressure = -1;
+}
+
+static int at_memory_limit(void) {
+    char text[64];
+    if (read_file("/cg/exec/memory.current", text, sizeof text) <= 0) return 0;
+    return number_of(text, "") > request.memory / 16 * 15;
 }
 
 static int set_clock_and_entropy(struct failure *f) {
@@ -230,7 +246,7 @@ static void init_of_namespaces(int in, int out, int err, int told) {
     for (int i = 0; !is_guest && i < 3; i++) sys(SYS_dup2, open_file("/dev/null", O_RDWR), i, 0, 0, 0);
     sys(SYS_dup2, moved[3], TELL, 0, 0, 0);
     sys(SYS_fcntl, TELL, 2 /* F_SETFD */, 1 /* FD_CLOEXEC */, 0, 0);
-    long e = is_guest ? write_file("/cg/exec/cgroup.procs", "0") : 0;
+    long e = is_guest && !rehearsing ? write_file("/cg/exec/cgroup.procs", "0") : 0;
     if (e < 0) failed(&f, STAGE_LIMITS, e, "enter the cgroup"), tell_failure(&f);
     else if (request.root && !make_root(&f)) tell_failure(&f);
     else be_init(moved[0], moved[1], moved[2]);
@@ -239,7 +255,7 @@ static void init_of_namespaces(int in, int out, int err, int told) {
 
 static int start_command(struct failure *f) {
     int in[2], out[2], err[2], told[2];
-    if (is_guest && !(set_clock_and_entropy(f) && set_network(f) && set_limits(f))) return 0;
+    if (is_guest && !rehearsing && !(set_clock_and_entropy(f) && set_network(f) && set_limits(f))) return 0;
     must(STAGE_PROCESS, sys(SYS_pipe2, in, O_CLOEXEC, 0, 0, 0), "pipe");
     must(STAGE_PROCESS, sys(SYS_pipe2, out, O_CLOEXEC, 0, 0, 0), "pipe");
     must(STAGE_PROCESS, sys(SYS_pipe2, err, O_CLOEXEC, 0, 0, 0), "pipe");
@@ -311,7 +327,7 @@ static void report_end(void) {
     p[0] = (u8)last.how, p[2] = last.kind != TOLD_END;
     memcpy(p + 4, &last.value, 4);
     if (is_guest) {
-        if (read_file("/cg/exec/memory.events", text, sizeof text) > 0) p[1] = number_of(text, "oom_kill ") > 0;
+        if (read_file("/cg/exec/memory.events", text, sizeof text) > 0) p[1] = starved || number_of(text, "oom_kill ") > 0;
         if (read_file("/cg/exec/pids.events", text, sizeof text) > 0) p[3] = number_of(text, "max ") > 0;
         if (read_file("/cg/exec/cpu.stat", text, sizeof text) > 0) cpu_us = number_of(text, "usage_usec ");
         if (read_file("/cg/exec/memory.peak", text, sizeof text) > 0) peak = number_of(text, "");
@@ -406,12 +422,33 @@ static void settle(void) {
     answer = SETTLED;
 }
 
+/* Run what was requested, as a trial that nobody sees, in a copy of this process: a machine without KVM translates what
+ * it runs for the first time, and what it reads of the root is then in its memory. */
+static void rehearse(void) {
+    if (running || finished) die("no time to rehearse", -EPROTO);
+    long trial = need(sys(SYS_clone, SIGCHLD, 0, 0, 0, 0), "rehearse");
+    if (trial == 0) {
+        struct failure f = {0, 0, ""};
+        rehearsing = 1;
+        if (take_request() && start_command(&f)) {
+            struct pollfd end = {exec.stdout, 0, 0};
+            sys(SYS_close, exec.stdin, 0, 0, 0, 0);
+            if (sys(SYS_poll, &end, 1, REHEARSAL_MS, 0, 0) != 1) sys(SYS_kill, exec.init, SIGKILL, 0, 0, 0);
+            while (sys(SYS_wait4, exec.init, 0, 0, 0, 0) == -EINTR) {}
+        }
+        sys(SYS_exit, 0, 0, 0, 0, 0);
+    }
+    while (sys(SYS_wait4, trial, 0, 0, 0, 0) == -EINTR) {}
+    request_length = 0, answer = REHEARSED;
+}
+
 static void begin(void) {
     struct failure f = {0, 0, ""};
     if (running || finished) die("a second request", -EPROTO);
     running = 1;
     if (!take_request()) failed(&f, STAGE_REQUEST, -EPROTO, "malformed request"), refuse(&f);
     else if (!start_command(&f)) refuse(&f);
+    else if (is_guest) watch_pressure();
 }
 
 static void take_frame(u32 kind, u8 *payload, u32 n) {
@@ -429,6 +466,7 @@ static void take_frame(u32 kind, u8 *payload, u32 n) {
         return;
     case PREPARE: prepare(payload, n); return;
     case SETTLE: settle(); return;
+    case REHEARSE: rehearse(); return;
     }
     die("a frame of unknown type", -EPROTO);
 }
@@ -477,21 +515,23 @@ static void serve(void) {
         if (finished && idle && !outbox_length) break;
         short reads = idle ? POLLIN : 0;
         int wants_input = input_length || input_ended;
-        struct pollfd fds[5] = {
+        struct pollfd fds[6] = {
             {port, (short)(POLLIN | (idle ? 0 : POLLOUT)), 0},
             {exec.told, POLLIN, 0},
             {wants_input ? exec.stdin : -1, POLLOUT, 0},
             {idle ? exec.stdout : -1, reads, 0},
             {idle ? exec.stderr : -1, reads, 0},
+            {exec.init > 0 ? pressure : -1, POLLPRI, 0},
         };
         int urgent = idle && (answer || credit || started == 1 || (running && exec.init == 0));
-        long n = sys(SYS_poll, fds, 5, urgent ? 0 : -1, 0, 0);
+        long n = sys(SYS_poll, fds, 6, urgent ? 0 : -1, 0, 0);
         if (n < 0 && n != -EINTR) die("poll", n);
         if (n < 0) continue;
         if (fds[0].revents & (POLLHUP | POLLERR)) die("the host is gone", 0);
         if (fds[0].revents & POLLIN) listen();
         if (fds[1].revents && exec.told >= 0) hear();
         if (fds[2].revents && exec.stdin >= 0) feed_command();
+        if (fds[5].revents & POLLPRI && exec.init > 0 && at_memory_limit()) starved = 1, sys(SYS_kill, exec.init, SIGKILL, 0, 0, 0);
         if (idle && !outbox_length) next_frame(fds[3].revents, fds[4].revents);
     }
     /* The host ends the machine when it has read the last frame; restarting now could overtake that frame. */

@@ -1,12 +1,12 @@
 /* Frames and the request: the guest's side of fanout/engine/qemu/protocol.py, which describes them. Knows nothing of
  * what is done with a request. The host is trusted, but a request that is cut or of another version is refused. */
 
-enum { REQUEST = 1, RUN, STDIN, STDIN_END, KILL, PREPARE, SETTLE };
-enum { READY = 64, STARTED, STDOUT, STDERR, CREDIT, EXIT, REFUSED, PREPARED, SETTLED };
+enum { REQUEST = 1, RUN, STDIN, STDIN_END, KILL, PREPARE, SETTLE, REHEARSE };
+enum { READY = 64, STARTED, STDOUT, STDERR, CREDIT, EXIT, REFUSED, PREPARED, SETTLED, REHEARSED };
 enum { STAGE_REQUEST = 1, STAGE_ROOT, STAGE_DEVICES, STAGE_CWD, STAGE_LIMITS, STAGE_NETWORK, STAGE_PROCESS };
 enum { ARG = 1, ENV, CWD, IDS, LIMITS, CLOCK, ENTROPY, CAPABILITIES, NETWORK, ROOT, TMPFS };
 
-#define VERSION 2
+#define VERSION 3
 #define HEADER 8
 #define MAX_PAYLOAD (64 * 1024)
 #define STDIN_WINDOW (256 * 1024)
