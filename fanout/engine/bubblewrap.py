@@ -123,6 +123,12 @@ class BubblewrapEngine(Engine):
         """See `Engine.xattr_prefix`."""
         return "trusted.overlay." if self._ready().kernel_overlay else "user.overlay."
 
+    @property
+    def runs_as_root(self) -> str:
+        """Why sandboxes run as the host's root, in a user namespace; "" if they do not."""
+        spawner = self._ready().spawner
+        return spawner.not_mapped if os.geteuid() == 0 else ""
+
     def probe(self) -> None:
         """See `Engine.probe`. Runs `true` over an overlay."""
         if self._probed:

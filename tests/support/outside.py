@@ -1,8 +1,9 @@
 """A small world for tests of the network: hosts, addresses and servers of their own, in a network namespace.
 
 Run as `python -m tests.support.outside ENGINE`: reads one JSON line, {"code": Python for a sandbox, "times": n,
-"network": bool, "deny": [networks]}, runs it so many times at once on that engine inside of that world, and prints a JSON line with what
-each said, and what reached the servers. The world is gone with the process, and needs root to be made.
+"network": bool, "deny": [networks]}, runs it so many times at once on that engine inside of that world, and prints a
+JSON line with what each said, and what reached the servers. The world is gone with the process, and needs root to be
+made.
 """
 
 from __future__ import annotations

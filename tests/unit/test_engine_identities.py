@@ -39,7 +39,7 @@ def test_no_process_of_a_sandbox_is_the_host_s_root(tmp_path: Path) -> None:
     engine = BubblewrapEngine(overlay="kernel")
     bench = Bench(engine, tmp_path)
     try:
-        assert engine._ready().spawner.mapped, engine._ready().spawner.not_mapped
+        assert engine.runs_as_root == ""
         most, least = users_of(bench)
         assert least >= identities.FIRST
         assert most < 2**31
@@ -101,7 +101,7 @@ def test_without_users_of_its_own_it_is_root_in_a_namespace(tmp_path: Path, monk
     engine = BubblewrapEngine(overlay="kernel")
     bench = Bench(engine, tmp_path)
     try:
-        assert "user namespaces" in engine._ready().spawner.not_mapped
+        assert "user namespaces" in engine.runs_as_root
         mount = bench.writable(bench.directory({"f": "1"}))
         assert completed(bench.run("id -u; cat f; echo 2 > f", mount, cwd="/mnt/work")).stdout == b"0\n1"
         assert completed(bench.run("cat f", Mount("/mnt/one", mount.lowers), cwd="/mnt/one")).stdout == b"1"
