@@ -5,6 +5,7 @@ Owns these decisions and what of a body's signing follows from them. Knows no op
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -76,22 +77,31 @@ async def _by_signature(state: State, request: Request, claim: sigv4.Claim) -> A
         raise S3Error("InvalidAccessKeyId", AWSAccessKeyId=claim.access_key[:128])
     principal, secret = found
     key = sigv4.signing_key(secret, claim.day, claim.region)
-    canonical = sigv4.canonical_request(
-        request.method, request.raw_path, request.raw_query, request.headers, claim.signed_headers, payload
-    )
-    # Bytes beyond ASCII in a header: some clients sign what they send, some the characters it stands for.
-    as_sent = canonical.encode("latin-1", "replace")
-    if not sigv4.is_right(claim, key, as_sent) and (
-        canonical.isascii() or not sigv4.is_right(claim, key, canonical.encode())
-    ):
+    if not any(sigv4.is_right(claim, key, text) for text in _signed_texts(request, claim, payload)):
+        shown = next(iter(_signed_texts(request, claim, payload))).decode("latin-1")
         raise S3Error(
             "SignatureDoesNotMatch", AWSAccessKeyId=claim.access_key, SignatureProvided=claim.signature[:128],
-            CanonicalRequest=canonical,
+            CanonicalRequest=shown,
         )  # fmt: skip
     signing = Signing(
         claim.signature, partial(sigv4.chunk_signature, claim, key), partial(sigv4.trailer_signature, claim, key)
     )
     return _access(request, principal, signing)
+
+
+def _signed_texts(request: Request, claim: sigv4.Claim, payload: str) -> Iterator[bytes]:
+    """Yield what the client may have signed; any of it binds it to this very request.
+
+    Clients differ in escaping paths, and with bytes beyond ASCII in a header: some sign what they send, some the
+    characters it stands for.
+    """
+    for path in sigv4.canonical_paths(request.raw_path):
+        text = sigv4.canonical_request(
+            request.method, path, request.raw_query, request.headers, claim.signed_headers, payload
+        )
+        yield text.encode("latin-1", "replace")
+        if not text.isascii():
+            yield text.encode()
 
 
 def _check_time(claim: sigv4.Claim, now_s: float) -> None:

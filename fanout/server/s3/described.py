@@ -15,7 +15,17 @@ from fanout.server.s3.documents import http_date
 from fanout.server.s3.errors import S3Error, refused
 from fanout.server.s3.request import Header
 
-__all__ = ["LINK_TYPE", "Posix", "etag_of", "kept_headers", "node_headers", "posix_of", "refuse_features", "size_of"]
+__all__ = [
+    "LINK_TYPE",
+    "Posix",
+    "checksum_headers",
+    "etag_of",
+    "kept_headers",
+    "node_headers",
+    "posix_of",
+    "refuse_features",
+    "size_of",
+]
 
 #: Content-Type of a symbolic link, whose content is its target's text.
 LINK_TYPE = "inode/symlink"
@@ -73,8 +83,7 @@ def node_headers(node: Node, facts: Facts | None, etag: str, *, checksum: bool) 
             typed = typed or name == "content-type"
             told.append((name.encode("latin-1"), value.encode("latin-1")))
         if checksum and facts.checksum:
-            algorithm, value, kind = facts.checksum
-            told += ((header_of(algorithm).encode(), value.encode()), (b"x-amz-checksum-type", kind.encode()))
+            told += checksum_headers(*facts.checksum)
     if not typed:
         usual = {DIR: _DIRECTORY_TYPE, SYMLINK: LINK_TYPE}.get(node.kind, _USUAL_TYPE)
         told.append((b"content-type", usual.encode()))
@@ -84,6 +93,10 @@ def node_headers(node: Node, facts: Facts | None, etag: str, *, checksum: bool) 
         (b"x-archil-gid", b"%d" % node.gid),
     )
     return told
+
+
+def checksum_headers(algorithm: str, value: str, kind: str) -> list[Header]:
+    return [(header_of(algorithm).encode(), value.encode()), (b"x-amz-checksum-type", kind.encode())]
 
 
 def kept_headers(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:

@@ -20,7 +20,7 @@ from fanout.format.tree import DIR, HOLE, SYMLINK, Node, Ref
 from fanout.server.s3 import documents
 from fanout.server.s3.call import Call, blobs_of, described
 from fanout.server.s3.conditions import byte_range, check_read
-from fanout.server.s3.described import node_headers, size_of
+from fanout.server.s3.described import checksum_headers, node_headers, size_of
 from fanout.server.s3.errors import S3Error, refused
 from fanout.server.s3.request import Header, Reply, check_key
 
@@ -79,13 +79,17 @@ def _get(call: Call, key: bytes, number: str | None) -> Reply:
         raise
     size = size_of(node)
     headers: list[Header] = []
+    checksum = call.headers.get("x-amz-checksum-mode", "").upper() == "ENABLED"
     if number is not None:
         wanted: tuple[int, int] | None = _part_range(number, facts, size)
         if facts is not None and facts.parts:
             headers.append((b"x-amz-mp-parts-count", b"%d" % len(facts.parts)))
+            value = facts.parts[int(number) - 1][1]
+            if checksum and value:
+                headers += checksum_headers(facts.checksum[0], value, facts.checksum[2])
     else:
         wanted = byte_range(call.headers.get("range"), size)
-    checksum = wanted is None and call.headers.get("x-amz-checksum-mode", "").upper() == "ENABLED"
+    checksum = checksum and wanted is None
     headers += _overridden(node_headers(node, facts, etag, checksum=checksum), call.query)
     start, end = wanted or (0, size)
     status = 200

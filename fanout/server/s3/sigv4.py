@@ -22,6 +22,7 @@ __all__ = [
     "EMPTY_SHA256",
     "UNSIGNED",
     "Claim",
+    "canonical_paths",
     "canonical_request",
     "chunk_signature",
     "claim_of_header",
@@ -131,16 +132,21 @@ def _http_time(text: str) -> datetime:
     return (found.replace(tzinfo=UTC) if found.tzinfo is None else found).astimezone(UTC)
 
 
+def canonical_paths(raw_path: bytes) -> tuple[str, ...]:
+    """Return what may have been signed as the path: it, escaped as AWS does it, or as it was sent."""
+    escaped, sent = quote(unquote_to_bytes(raw_path), safe=_SAFE_PATH), raw_path.decode("latin-1")
+    return (escaped,) if escaped == sent else (escaped, sent)
+
+
 def canonical_request(
     method: str,
-    raw_path: bytes,
+    path: str,
     query: Sequence[tuple[str, str]],
     headers: Mapping[str, str],
     signed_headers: Sequence[str],
     payload: str,
 ) -> str:
     """Return the text whose hash is signed. `query` has raw (still escaped) names and values."""
-    path = quote(unquote_to_bytes(raw_path), safe=_SAFE_PATH)
     pairs = sorted((_requoted(name), _requoted(value)) for name, value in query if name != "X-Amz-Signature")
     lines = [method, path, "&".join([f"{name}={value}" for name, value in pairs])]
     for name in signed_headers:
@@ -182,9 +188,12 @@ def trailer_signature(claim: Claim, key: bytes, previous: str, trailers: bytes) 
 
 
 def presigned_query(
-    method: str, host: str, raw_path: str, access_key: str, secret: str, time: datetime, expires_s: int
+    method: str, host: str, path: str, access_key: str, secret: str, time: datetime, expires_s: int
 ) -> str:
-    """Return the query string that lets whoever has it make one request, from `time` (UTC) on for `expires_s`."""
+    """Return the query string that lets whoever has it make one request, from `time` (UTC) on for `expires_s`.
+
+    `path` is escaped as `canonical_paths` does it.
+    """
     amz_date = time.strftime("%Y%m%dT%H%M%SZ")
     day, region = amz_date[:8], "us-east-1"
     pairs = [
@@ -194,7 +203,7 @@ def presigned_query(
         ("X-Amz-Expires", str(expires_s)),
         ("X-Amz-SignedHeaders", "host"),
     ]
-    canonical = canonical_request(method, raw_path.encode(), pairs, {"host": host}, ("host",), UNSIGNED)
+    canonical = canonical_request(method, path, pairs, {"host": host}, ("host",), UNSIGNED)
     text = f"{ALGORITHM}\n{amz_date}\n{day}/{region}/s3/aws4_request\n{sha256(canonical.encode()).hexdigest()}"
     signature = hmac.digest(signing_key(secret, day, region), text.encode(), "sha256").hex()
     return "&".join([f"{name}={value}" for name, value in pairs] + [f"X-Amz-Signature={signature}"])
