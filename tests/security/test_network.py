@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -163,15 +164,7 @@ def test_a_host_without_slirp4netns_says_what_to_install(monkeypatch: pytest.Mon
 
 def slirps_of(engine: BubblewrapEngine) -> list[int]:
     """Return the processes that lead out of this engine's sandboxes."""
-    found = []
-    spawner = engine._ready().spawner.pid
-    for pid in Path(f"/proc/{spawner}/task/{spawner}/children").read_text().split():
-        try:
-            if Path(f"/proc/{pid}/comm").read_text() == "slirp4netns\n":
-                found.append(int(pid))
-        except OSError:
-            continue
-    return found
+    return [pid for pid in children(engine._ready().spawner.pid) if comm(pid) == "slirp4netns"]
 
 
 def test_the_way_out_ends_with_the_command_and_has_no_rights() -> None:
@@ -217,3 +210,68 @@ def test_a_way_out_that_cannot_be_made_is_said_and_nothing_runs(tmp_path: Path) 
         assert engine.start(Spec(["/bin/true"])).wait(lambda *_: None).exit_code == 0
     finally:
         engine.close()
+
+
+KILLED = """
+from fanout.engine.base import Spec
+from fanout.engine.bubblewrap import BubblewrapEngine
+engine = BubblewrapEngine()
+spawner = engine._ready().spawner.pid
+spec = Spec(["/bin/sh", "-c", "echo up; sleep 60"], network=True)
+engine.start(spec).wait(lambda *_: print(spawner, flush=True))
+"""
+
+
+@pytest.mark.parametrize("victim", ["fanout", "spawner"])
+def test_no_way_out_is_left_by_a_killed_process(victim: str) -> None:
+    with subprocess.Popen([sys.executable, "-c", KILLED], stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        spawner = int(program.stdout.readline())
+        (slirp,) = [pid for pid in children(spawner) if comm(pid) == "slirp4netns"]
+        os.kill(program.pid if victim == "fanout" else spawner, signal.SIGKILL)
+        until_s = time.monotonic() + 20
+        while comm(slirp) == "slirp4netns":
+            assert time.monotonic() < until_s
+            time.sleep(0.02)
+
+
+def children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def comm(pid: int) -> str:
+    """Return a process's name, "" where it is dead."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return "" if state == "Z" else Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+NOBODY_S = """
+import os, subprocess, sys
+subprocess.run(["mount", "--make-rprivate", "/"], check=True)
+subprocess.run(["mount", "-t", "tmpfs", "none", "/mnt"], check=True)
+os.mknod("/mnt/tun", 0o020666, os.stat("/dev/net/tun").st_rdev)
+os.chmod("/mnt/tun", 0o666)
+subprocess.run(["mount", "--bind", "/mnt/tun", "/dev/net/tun"], check=True)
+from tests.support.box import open_box
+with open_box("bubblewrap-nobody") as box:
+    print(box.sh("cat /sys/class/net/tap0/mtu || cut -d: -f1 /proc/net/dev | tail -n +3; cat /etc/resolv.conf",
+                 network=True).stdout)
+"""
+
+
+def test_a_user_without_rights_has_a_way_out_too() -> None:
+    """Where everybody may open /dev/net/tun, as udev has it."""
+    done = subprocess.run(
+        ["unshare", "-m", sys.executable, "-c", NOBODY_S],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert sorted(done.stdout.split()) == ["10.0.2.3", "lo", "nameserver", "tap0"], done.stderr
