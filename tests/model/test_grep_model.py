@@ -35,24 +35,11 @@ TUNING = Tuning(
     group_wait_s=0.0, group_gap_s=0.0,
 )  # fmt: skip
 
-names = st.sampled_from(
-    [
-        "a",
-        "b.py",
-        "c.txt",
-        "d/a",
-        "d/b.py",
-        "d-e",
-        "d/é ☕",
-        "d/e/f.py",
-        ".hidden",
-        "d/.git/x",
-        "z\udcff",
-        "-n",
-        "a b",
-        "x\ny",
-    ]
-)
+NAMES = [
+    "a", "b.py", "c.txt", "d/a", "d/b.py", "d-e", "d/é ☕", "d/e/f.py", ".hidden", "d/.git/x", "z\udcff", "-n", "a b",
+    "x\ny", "e/1", "e/2", "e/3.py", "f", "g/1", "g/2", "h",
+]  # fmt: skip
+names = st.sampled_from(NAMES)
 pieces = st.sampled_from(
     [
         b"foo", b"foo", b"bar", b"Foo_bar", b" foo ", b"foobar", b"f", b"", b"", b"\r", b"\t", "é".encode(),
@@ -88,6 +75,8 @@ steps = st.one_of(
     st.tuples(st.just("copy"), names, names),
     st.tuples(st.just("branch"), st.just(""), st.just(b"")),
     st.tuples(st.just("touch"), names, st.just(b"")),
+    st.tuples(st.just("fold"), st.just(""), st.just(b"")),
+    st.tuples(st.just("fold"), st.just(""), st.just(b"")),
 )
 
 RUST = [
@@ -134,7 +123,11 @@ options = st.fixed_dictionaries(
         "binary": st.sampled_from([True, True, False]),
     }
 )
-rounds = st.lists(st.tuples(st.lists(steps, max_size=5), searches, options), min_size=1, max_size=6)
+#: What is on the disk at first, and then in turn changes and a search.
+histories = st.tuples(
+    st.lists(contents(), min_size=len(NAMES), max_size=len(NAMES)),
+    st.lists(st.tuples(st.lists(steps, max_size=5), searches, options), min_size=2, max_size=6),
+)
 
 
 @pytest.fixture
@@ -151,6 +144,12 @@ def connection(top: Path, store: MemoryStore) -> Iterator[Any]:
     inner = LocalFanout(Settings(cache_dir=top / "cache", tuning=TUNING, store="memory://"), store=store)
     with fanout.sync.Fanout(inner) as fo:
         yield fo
+
+
+def fold(disk: Any) -> None:
+    branch = disk._inner.point.branch
+    branch.settle()
+    branch.fold()
 
 
 def apply(disk: Any, step: tuple[str, Any, Any]) -> None:
@@ -239,23 +238,31 @@ def check_text(top: Path, matches: Any) -> None:
         assert not match.truncated
 
 
-def play(history: list[Any]) -> None:
+def play(first: list[bytes], history: list[Any]) -> None:
     top = Path(tempfile.mkdtemp(prefix="fanout-grep-"))
     try:
         store = MemoryStore()
         with connection(top, store) as fo, contextlib.ExitStack() as stack:
             disk = fo.disks.create("d")
+            for name, content in zip(NAMES, first, strict=True):
+                if content:
+                    disk.put_object(name, content)
+            fold(disk)
             for number, (changes, (syntax, pattern), given) in enumerate(history):
                 for place, step in enumerate(changes):
                     if step[0] == "branch":
                         disk = disk.branch(f"b{number}-{place}") if number % 2 else fo.disks.get("d")
                     else:
                         apply(disk, step)
+                        if step[0] == "fold":
+                            fold(disk)
                 if number == 2:  # another process: it knows only what is on the host
                     fo = stack.enter_context(connection(top, store))
                     disk = fo.disks.get(f"d@{disk.branch_name}")
                 copy = top / f"copy{number}"
                 disk.download("/", copy)
+                if not number:
+                    note(repr(first))
                 note(f"{number}: {changes} {syntax} {pattern!r} {given}")
                 note(repr({str(p.relative_to(copy)): p.read_bytes() for p in copy.rglob("*") if p.is_file()}))
                 if not pattern:
@@ -269,18 +276,18 @@ def play(history: list[Any]) -> None:
         shutil.rmtree(top, ignore_errors=True)
 
 
-quick = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
-long = settings(quick, max_examples=1500)
+quick = settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+long = settings(quick, max_examples=500)
 
 
 @quick
-@given(rounds)
-def test_it_finds_what_ripgrep_finds_in_a_download(tiny_patches: None, history: list[Any]) -> None:
-    play(history)
+@given(histories)
+def test_it_finds_what_ripgrep_finds_in_a_download(tiny_patches: None, history: tuple[list[bytes], list[Any]]) -> None:
+    play(*history)
 
 
 @pytest.mark.soak
 @long
-@given(rounds)
-def test_it_finds_what_ripgrep_finds_for_long(tiny_patches: None, history: list[Any]) -> None:
-    play(history)
+@given(histories)
+def test_it_finds_what_ripgrep_finds_for_long(tiny_patches: None, history: tuple[list[bytes], list[Any]]) -> None:
+    play(*history)
