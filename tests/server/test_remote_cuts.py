@@ -17,9 +17,9 @@ from fanout.client import RemoteFanout
 from fanout.config import Settings
 from fanout.errors import NotFound, Unavailable, Unknown
 from fanout.model import Output
+from fanout.runtime import Runtime
 from tests.support.cable import Cable, cable_to
 from tests.support.connections import alive, until
-from tests.support.disks import hasty
 from tests.support.serving import Running, running_server
 from tests.support.views import of_directory
 
@@ -216,7 +216,7 @@ async def test_lists_go_on_where_they_were_cut_and_as_they_were(fo: Fanout, disk
 
 async def test_a_server_that_is_gone_is_given_up(server: Running, cable: Cable, disk: Disk) -> None:
     settings = Settings.load({}, url=cable.url, api_key=server.token)
-    async with RemoteFanout(settings, runtime=hasty()) as fo:
+    async with RemoteFanout(settings, runtime=Runtime(uniform=lambda low, high: low)) as fo:
         found = await fo.disks.get(disk.id)
         cable.inner = "http://127.0.0.1:1"
         cable.cut()
