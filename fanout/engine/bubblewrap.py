@@ -32,7 +32,16 @@ from fanout.errors import EngineUnavailable, Invalid
 from fanout.runtime import Runtime, system
 
 __all__ = [
-    *("CAPABILITIES", "BubblewrapEngine", "Overlay", "check_directories", "find_bwrap", "home_of", "open_spawner"),
+    *(
+        "CAPABILITIES",
+        "BubblewrapEngine",
+        "Overlay",
+        "check_directories",
+        "check_network",
+        "find_bwrap",
+        "home_of",
+        "open_spawner",
+    ),
     "raise_open_files",
 ]
 
@@ -144,7 +153,7 @@ class BubblewrapEngine(Engine):
             check_directories(mount)
         host = self._ready()
         if spec.network:
-            self._check_network()
+            check_network(self._network, self._root)
         spawner = host.spawner
         try:
             return self._launch(host, spawner, spec)
@@ -202,16 +211,6 @@ class BubblewrapEngine(Engine):
         finally:
             for fd in child_ends:
                 os.close(fd)
-
-    def _check_network(self) -> None:
-        if self._network is None:
-            raise EngineUnavailable(network.MISSING)
-        if self._root is not None and (self._root / "etc").is_dir():
-            path = self._root / "etc/resolv.conf"
-            if path.is_symlink() or not path.is_file():
-                raise EngineUnavailable(
-                    f"network=True needs {path} to be a file, which a resolver's address is put over"
-                )
 
     def _adopt(self, host: _Host, spawner: Spawner, spec: Spec, pipes: Pipes, started: Started) -> SandboxProcess:
         """Take hold of a sandbox that is being built, limit it, and let it go on to the command."""
@@ -360,6 +359,16 @@ class _Host:
             self.spawner.close()
         if self.etc is not None:
             self.etc.close()
+
+
+def check_network(found: network.Network | None, root: Path | None) -> None:
+    """Refuse to give a command a network where there is no way out, or no place for a resolver's address."""
+    if found is None:
+        raise EngineUnavailable(network.MISSING)
+    if root is not None and (root / "etc").is_dir():
+        path = root / "etc/resolv.conf"
+        if path.is_symlink() or not path.is_file():
+            raise EngineUnavailable(f"network=True needs {path} to be a file, which a resolver's address is put over")
 
 
 def find_bwrap() -> str:

@@ -38,6 +38,7 @@ def _qemu(settings: Settings) -> Engine:
         cache_dir=settings.cache_dir,
         root=settings.root_dir,
         host_paths=_host_paths(settings),
+        network_deny=settings.network_deny,
         memory_bytes=settings.qemu_memory_mib << 20,
         pool=settings.qemu_pool,
     )

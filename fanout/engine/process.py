@@ -31,7 +31,7 @@ from fanout.engine.spawning import Ending, Spawner, read_ending
 from fanout.errors import EngineUnavailable, Invalid
 from fanout.runtime import Runtime
 
-__all__ = ["Pipes", "SandboxProcess", "raise_setup_failure"]
+__all__ = ["Pipes", "SandboxProcess", "disk_watch", "raise_setup_failure"]
 
 CHUNK_BYTES = 64 * 1024
 
@@ -108,7 +108,7 @@ class SandboxProcess(Process):
         self._signalling = threading.Lock()  # held to use or close init_fd: its number is soon another sandbox's
         self._cgroup = cgroup
         self._runtime = runtime
-        self._disk = _disk_watch(spec, runtime)
+        self._disk = disk_watch(spec, runtime)
         self._limit: Limit | None = None
         self._released = released
         self._ended_by: Status | None = None
@@ -351,7 +351,8 @@ class _Immortal(EngineUnavailable):
     """Killed processes that do not die."""
 
 
-def _disk_watch(spec: Spec, runtime: Runtime) -> DiskWatch | None:
+def disk_watch(spec: Spec, runtime: Runtime) -> DiskWatch | None:
+    """Return what tells that a command has written more than it may; None where there is no such limit."""
     layers = [mount.upper for mount in spec.mounts if mount.upper is not None]
     if spec.limits.disk_bytes is None or not layers:
         return None

@@ -15,12 +15,13 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from fanout.engine import hints, limits, rootfs, seccomp
-from fanout.engine.base import Engine, Exit, Limits, Process, Sink, Spec, check_spec
+from fanout.engine import hints, limits, network, rootfs, seccomp
+from fanout.engine.base import Engine, Process, Spec, check_spec
 from fanout.engine.bubblewrap import (
     CAPABILITIES,
     Overlay,
     check_directories,
+    check_network,
     find_bwrap,
     home_of,
     open_spawner,
@@ -31,7 +32,8 @@ from fanout.engine.qemu import accel, image
 from fanout.engine.qemu.machine import Acceleration, Guest
 from fanout.engine.qemu.plan import Plan
 from fanout.engine.qemu.pool import Pool
-from fanout.engine.qemu.protocol import Request, Tmpfs
+from fanout.engine.qemu.process import VMProcess
+from fanout.engine.qemu.protocol import Address, Request, Tmpfs
 from fanout.engine.qemu.share import GUEST_DIRECTORIES, find_virtiofsd, tree_options
 from fanout.engine.qemu.template import Templates
 from fanout.engine.qemu.vm import VM, Host
@@ -46,6 +48,10 @@ MIB = 1024 * 1024
 #: The beginning of the names of directories for sockets.
 DIRECTORY = "fanout-qemu-"
 
+#: QEMU's own network: its DNS and its way out ask the namespace that QEMU is in, and so slirp4netns (`network.py`).
+NETDEV = "user,ipv6=off"
+ADDRESS = Address("10.0.2.15", 24, "10.0.2.2")
+
 #: What a guest's kernel and agent take of its memory: what a command may have is so much less.
 KERNEL_BYTES = 64 * MIB
 
@@ -54,9 +60,6 @@ LEAST_BYTES = 128 * MIB
 
 #: How much of the host's free memory VMs may take together, in percent.
 MEMORY_PERCENT = 85
-
-#: How long `start` waits for a VM that is being booted for it. Who must queue longer is started later.
-START_S = 2.0
 
 #: Numbers of capabilities (linux/capability.h): a command gets the same here as from the bubblewrap engine.
 NUMBERS = {
@@ -76,7 +79,8 @@ class QemuEngine(Engine):
     `root` and `host_paths` are as for `BubblewrapEngine`. `cache_dir` is where the guest's kernel and initramfs are
     kept, made at first use. `memory_bytes` is the memory of a guest for a command without a limit of its own; one with
     a limit gets that and what its kernel takes. `pool` is how many VMs are kept booted once the first was asked for.
-    `acceleration` None takes KVM where a VM boots with it, else TCG. `overlay` picks the tier of mounts, see there.
+    `acceleration` None takes KVM where a VM boots with it, else TCG. `overlay` picks the tier of mounts, and
+    `network_deny` what is not reached, see there.
 
     Raises `Invalid` for values out of range. What this host lacks shows in `probe` or the first `start`.
     """
@@ -93,6 +97,7 @@ class QemuEngine(Engine):
         pool: int = 2,
         acceleration: Acceleration | None = None,
         overlay: Overlay = "auto",
+        network_deny: Sequence[str] = (),
         runtime: Runtime = system,
     ) -> None:
         if root is not None and not root.is_dir():
@@ -100,6 +105,10 @@ class QemuEngine(Engine):
         if memory_bytes < LEAST_BYTES:
             raise Invalid.argument("memory_bytes", memory_bytes, f"must be {LEAST_BYTES} (128 MiB) or more")
         rootfs.check_host_paths(host_paths)
+        try:
+            self._network = network.find(network_deny)
+        except ValueError as error:
+            raise Invalid.argument("network_deny", network_deny, f"must be IPv4 networks: {error}") from error
         self._cache_dir = cache_dir
         self._root = root
         self._host_paths = tuple(host_paths)
@@ -139,14 +148,15 @@ class QemuEngine(Engine):
         """See `Engine.start`. Where no VM is free, the command starts when its turn comes."""
         check_spec(spec)
         if spec.network:
-            raise EngineUnavailable("the qemu engine offers no network yet (network=True): use another engine")
+            check_network(self._network, self._root)
         rootfs.check_targets(self._root, [mount.target for mount in spec.mounts])
         for mount in spec.mounts:
             _check_target(mount.target)
             check_directories(mount)
         host = self._ready()
         host.rehearses = _rehearsal(spec)
-        process = _Process(spec, host, self._request(spec), host.guest(spec.limits, self._memory_bytes))
+        guest = host.guest(spec, self._memory_bytes)
+        process = VMProcess(spec, host.pool, self._request(spec), guest, self._runtime)
         process.launch()
         return process
 
@@ -177,6 +187,7 @@ class QemuEngine(Engine):
             capabilities=CAPABILITY_MASK,
             now_ns=self._runtime.now_ns(),
             entropy=self._runtime.token_bytes(64),
+            network=ADDRESS if spec.network else None,
         )
 
     def _ready(self) -> _Host:
@@ -211,7 +222,9 @@ class _Host:
         self._directory = OwnedDirectory(DIRECTORY)
         self._etc = None if root is not None and (root / "etc").is_dir() else rootfs.Etc()
         etc = self._etc.path if self._etc else None
-        files = [str(made.kernel), str(made.initramfs)]
+        resolver = Path(self._directory.path, "resolv.conf")
+        resolver.write_text(network.RESOLV_CONF)
+        files = [str(made.kernel), str(made.initramfs), str(resolver)]
         self._shown = [home_of(bwrap), *files, *rootfs.private_paths(root, etc, host_paths)]
         self._overlay = engine._overlay
         self._lock = threading.Lock()
@@ -219,15 +232,17 @@ class _Host:
         spawner = self._new_spawner()
         self.private_mounts = spawner.private_mounts
         seen_at = spawner.seen_at
-        kernel, initramfs = map(Path, map(seen_at, files))
         pooled = Guest(memory_bytes=engine._memory_bytes, acceleration=self.acceleration)
         self._vms = Host(
             spawner=spawner,
             bwrap=bwrap.replace(home_of(bwrap), seen_at(home_of(bwrap)), 1),
             virtiofsd=self._virtiofsd,
             image=made,
-            files={str(made.kernel): str(kernel), str(made.initramfs): str(initramfs)},
+            files={path: seen_at(path) for path in files[:2]},
             tree=tree_options(root, etc, host_paths, seen_at),
+            network=engine._network,
+            resolver=seen_at(str(resolver)),
+            own_resolver=etc is None,
             directory=self._directory.path,
             templates=Templates(engine._cache_dir / "qemu", made),
             copied=pooled if self.acceleration == "tcg" else None,
@@ -238,12 +253,12 @@ class _Host:
         self.pool = Pool(plan, self._make, lambda: Request([self.rehearses, b"-c", b":"], capabilities=CAPABILITY_MASK))
         raise_open_files()
 
-    def guest(self, wanted: Limits, memory_bytes: int) -> Guest:
-        """Return what a command with these limits needs."""
-        if wanted.memory_bytes is not None:
-            memory_bytes = max(memory_bytes, _rounded(wanted.memory_bytes + KERNEL_BYTES))
-        cpus = min(len(os.sched_getaffinity(0)), math.ceil(wanted.cpus or 1))
-        return Guest(memory_bytes=memory_bytes, cpus=cpus, acceleration=self.acceleration)
+    def guest(self, spec: Spec, memory_bytes: int) -> Guest:
+        """Return what a command needs."""
+        if spec.limits.memory_bytes is not None:
+            memory_bytes = max(memory_bytes, _rounded(spec.limits.memory_bytes + KERNEL_BYTES))
+        cpus = min(len(os.sched_getaffinity(0)), math.ceil(spec.limits.cpus or 1))
+        return Guest(memory_bytes, cpus, self.acceleration, NETDEV if spec.network else None)
 
     def forget(self) -> None:
         """In a forked child: all of it is the parent's."""
@@ -268,74 +283,6 @@ class _Host:
                 self._vms.spawner.close()
                 self._vms = dataclasses.replace(self._vms, spawner=self._new_spawner())
             return VM(self._vms, guest)
-
-
-class _Process(Process):
-    """One command, from waiting for a VM to that VM's end."""
-
-    def __init__(self, spec: Spec, host: _Host, request: Request, guest: Guest) -> None:
-        self._spec = spec
-        self._host = host
-        self._request = request
-        self._guest = guest
-        self._lock = threading.Lock()  # to change who holds what
-        self._killed = False
-        self._turn = host.pool.ask(guest)
-        self._vm: VM | None = None
-        self._warm = False
-        self._failure: BaseException | None = None
-        self._sent = threading.Event()  # or it will never be
-
-    def launch(self) -> None:
-        """Start the command as soon as there is a VM; waits for one that is being booted, but not for its turn."""
-        if self._turn.served.is_set():
-            self._begin()
-        else:
-            threading.Thread(target=self._begin, name="fanout-vm-start", daemon=True).start()
-            self._sent.wait(START_S)
-
-    def kill(self) -> None:
-        """See `Process.kill`."""
-        with self._lock:
-            self._killed = True
-            vm = self._vm
-        if vm is not None:
-            vm.kill()
-        else:
-            self._host.pool.give_up(self._turn)
-
-    def wait(self, sink: Sink) -> Exit:
-        """See `Process.wait`."""
-        self._sent.wait()
-        vm, limits = self._vm, self._spec.limits
-        if vm is None or self._failure is not None:
-            if self._killed:
-                now_s = self._host.runtime.monotonic()
-                return Exit("killed", None, now_s, now_s, 0.0, 0)
-            raise self._failure or EngineUnavailable("there was no VM")
-        try:
-            ended = vm.wait(sink, timeout_s=limits.timeout_s, grace_s=limits.grace_s)
-        finally:
-            self._host.pool.ended(vm)
-        return ended if self._warm else dataclasses.replace(ended, warm=False)
-
-    def _begin(self) -> None:
-        """Take the VM when it is there and send it the command."""
-        try:
-            self._turn.served.wait()
-            vm = self._turn.take()
-            with self._lock:
-                if vm is None or self._killed:
-                    return  # whoever killed it gives the VM back
-                self._vm, self._warm = vm, self._turn.warm
-            vm.send(self._spec.mounts, self._request, self._spec.stdin)
-        except BaseException as error:
-            self._failure = error
-            if self._vm is not None:
-                self._vm.end()
-                self._host.pool.ended(self._vm)
-        finally:
-            self._sent.set()
 
 
 def _rehearsal(spec: Spec) -> bytes:

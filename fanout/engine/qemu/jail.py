@@ -17,6 +17,7 @@ import threading
 from collections.abc import Sequence
 
 from fanout.engine.base import Mount
+from fanout.engine.network import Network
 from fanout.engine.spawning import Child, Spawner, memory_file, read_ending
 from fanout.errors import EngineUnavailable
 
@@ -52,10 +53,11 @@ class Jail:
         output: int,
         others: Sequence[int] = (),
         open_files: int = 4096,
+        network: Network | None = None,
     ) -> None:
         """Start `argv` with stdout and stderr at `output` and the descriptors `others` under their own numbers.
 
-        `EngineUnavailable` where the sandbox cannot be made.
+        `network` is its way out, else there is none. `EngineUnavailable` where the sandbox cannot be made.
         """
         numbers = _free_numbers(others)
         args = memory_file(os.fsencode("\0".join([*OPTIONS, *options]) + "\0"))
@@ -71,6 +73,7 @@ class Jail:
             args,
             others=[(fd, fd) for fd in others],
             numbers=numbers,
+            network=network,
             rlimits=[(resource.RLIMIT_CORE, 0), (resource.RLIMIT_NOFILE, open_files)],
         )
         try:

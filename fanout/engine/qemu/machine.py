@@ -45,6 +45,7 @@ DEATH_S = 60.0
 #: Memory that is a shared file is not part of a saved state.
 WITHOUT_MEMORY = [{"capability": "x-ignore-shared", "state": True}]
 
+Limit = Literal["time", "memory", "disk", "pids"]
 Status = Literal["completed", "timed_out", "killed", "oom"]
 
 
@@ -394,10 +395,13 @@ class Machine:
             raise EngineUnavailable(f"the guest could not make the sandbox: {refusal.text}: {reason}")
         report = protocol.decode_exit(end.payload)
         status: Status = "completed"
+        limit: Limit | None = "pids" if report.pids else None
         if report.oom:
-            status = "oom"
+            status, limit = "oom", "memory"
+        elif report.killed and talk.kill_sent_s is not None:
+            status, limit = "timed_out", "time"
         elif report.killed:
-            status = "killed" if talk.kill_sent_s is None else "timed_out"
+            status = "killed"
         code = report.value + (128 if report.how == "signaled" else 0)
         if report.how == "not executed":
             code = 127 if report.value == 2 else 126
@@ -412,20 +416,22 @@ class Machine:
             ended_s=talk.end_s,
             cpu_s=report.cpu_s,
             max_rss_bytes=report.max_rss_bytes,
+            limit=limit,
         )
 
     def _lost(self, talk: _Conversation) -> Exit:
         """Say what becomes of a command whose VM ended under it."""
         now = self._runtime.monotonic()
         status: Status = "killed"
+        limit: Limit | None = None
         if talk.kill_sent_s is not None:
-            status = "timed_out"
+            status, limit = "timed_out", "time"
         elif not self._killed:
             assert self._hypervisor is not None
             code = self._hypervisor.wait(DEATH_S)
             if code not in (-signal.SIGKILL, -signal.SIGTERM):
                 self._fail(self._death())
-        return Exit(status, None, talk.started_s or talk.sent_s, now, 0.0, 0)
+        return Exit(status, None, talk.started_s or talk.sent_s, now, 0.0, 0, limit=limit)
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 from fanout.engine import rootfs
 from fanout.engine.base import Exit, Mount, Sink
+from fanout.engine.network import Network
 from fanout.engine.qemu.image import Image
 from fanout.engine.qemu.jail import Jail
 from fanout.engine.qemu.machine import Files, Guest, Hypervisor, Machine
 from fanout.engine.qemu.protocol import Request
-from fanout.engine.qemu.share import Share, Virtiofsd
+from fanout.engine.qemu.share import TOP, Share, Virtiofsd
 from fanout.engine.qemu.template import Templates
 from fanout.engine.spawning import Spawner
 from fanout.errors import EngineUnavailable
@@ -33,7 +34,9 @@ class Host:
     """What VMs are made with here: programs, the image, and where the tree comes from.
 
     `files` are the image's two, and where a sandbox's user finds them; `tree` are bwrap's options for what guests see,
-    `directory` a private place for sockets. Guests like `copied` are copies of a template.
+    `directory` a private place for sockets. Guests with a network have a way out by `network`, whose resolver is named
+    in the file `resolver`; with `own_resolver` the tree's own /etc/resolv.conf must be hidden for that. Guests like
+    `copied` are copies of a template.
     """
 
     spawner: Spawner
@@ -43,6 +46,9 @@ class Host:
     files: Mapping[str, str]
     tree: Sequence[str]
     directory: str
+    network: Network | None
+    resolver: str
+    own_resolver: bool
     templates: Templates
     copied: Guest | None
     runtime: Runtime
@@ -115,7 +121,10 @@ class VM:
 
     def _start(self, files: Files | None) -> Machine:
         host = self._host
-        share = self._share = Share(host.virtiofsd, host.spawner, host.bwrap, host.tree, host.directory)
+        tree = host.tree
+        if self.guest.netdev is not None and host.own_resolver:
+            tree = [*tree, "--ro-bind", host.resolver, f"{TOP}/etc/resolv.conf"]
+        share = self._share = Share(host.virtiofsd, host.spawner, host.bwrap, tree, host.directory)
         machine = Machine(
             host.image,
             self.guest,
@@ -180,8 +189,13 @@ class VM:
             options += ["--ro-bind", seen_at, path]
         if self.guest.acceleration == "kvm":
             options += ["--dev-bind", "/dev/kvm", "/dev/kvm"]
+        network = None
+        if self.guest.netdev is not None:
+            network = self._host.network
+            options += ["--ro-bind", self._host.resolver, "/etc/resolv.conf"]
         options += ["--proc", "/proc", "--remount-ro", "/"]
-        qemu = Jail(self._host.spawner, self._host.bwrap, options, argv, output=output, others=inherited)
+        host = self._host
+        qemu = Jail(host.spawner, host.bwrap, options, argv, output=output, others=inherited, network=network)
         assert self._share is not None
         return _Both(qemu, self._share)
 

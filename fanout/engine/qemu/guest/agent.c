@@ -99,20 +99,23 @@ static int set_limits(struct failure *f) {
     return set_limit(f, "/p/sys/user/max_user_namespaces", request.user_namespaces, "");
 }
 
-/* The command can be at its limit of memory and yet find a page to give up each time, its own program's, which it reads
- * again at once: then the kernel sees progress and nobody dies. Stalled for nearly all of a while, it is out of memory. */
+/* A command can be at its limit of memory and yet find a page to give up each time: its own program's, which it reads
+ * again at once. The kernel sees progress in that and kills nobody, for minutes. So where it stalls for a quarter of two
+ * seconds at its limit, with next to nothing to give up, it is out of memory. */
 static int pressure = -1, starved;
 
 static void watch_pressure(void) {
-    static const char stall[] = "full 1500000 2000000";
+    static const char stall[] = "full 500000 2000000";
     pressure = request.memory ? open_file("/cg/exec/memory.pressure", O_RDWR | O_NONBLOCK) : -1;
     if (pressure >= 0 && sys(SYS_write, pressure, stall, sizeof stall, 0, 0) < 0) pressure = -1;
 }
 
-static int at_memory_limit(void) {
-    char text[64];
+static int is_starving(void) {
+    static char text[2048];
     if (read_file("/cg/exec/memory.current", text, sizeof text) <= 0) return 0;
-    return number_of(text, "") > request.memory / 16 * 15;
+    if (number_of(text, "") < request.memory / 16 * 15) return 0;
+    if (read_file("/cg/exec/memory.stat", text, sizeof text) <= 0) return 0;
+    return number_of(text, "file ") - number_of(text, "shmem ") < request.memory / 64;
 }
 
 static int set_clock_and_entropy(struct failure *f) {
@@ -531,7 +534,7 @@ static void serve(void) {
         if (fds[0].revents & POLLIN) listen();
         if (fds[1].revents && exec.told >= 0) hear();
         if (fds[2].revents && exec.stdin >= 0) feed_command();
-        if (fds[5].revents & POLLPRI && exec.init > 0 && at_memory_limit()) starved = 1, sys(SYS_kill, exec.init, SIGKILL, 0, 0, 0);
+        if (fds[5].revents & POLLPRI && exec.init > 0 && is_starving()) starved = 1, sys(SYS_kill, exec.init, SIGKILL, 0, 0, 0);
         if (idle && !outbox_length) next_frame(fds[3].revents, fds[4].revents);
     }
     /* The host ends the machine when it has read the last frame; restarting now could overtake that frame. */
