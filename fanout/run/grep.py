@@ -231,13 +231,16 @@ class _Search:
                 for part in run:
                     if self._stopped.is_set() or self._beyond(part.first):
                         break
-                    held.append(self._ahead.hold(part))
-                    shard.done.fetched += not held[-1].warm
-                    shard.done.files += self._looked_at(part, held[-1].scan)
+                    one = self._ahead.hold(part)
+                    shard.done.fetched += not one.warm
+                    shard.done.files += self._looked_at(part, one.scan)
                     if part.ruled_out:
+                        one.release()
                         shard.done.skipped += 1
-                    elif held[-1].scan.files:
-                        runs[-1].append((part, held[-1].scan))
+                        continue
+                    held.append(one)
+                    if one.scan.files:
+                        runs[-1].append((part, one.scan))
             runs = [run for run in runs if run]
             while runs and not self._stopped.is_set():
                 runs = runs[self._search(shard, runs) :]

@@ -23,6 +23,8 @@ _BUILDERS = 6
 _SHARD_BYTES = 8 << 20
 #: And this much at most, so that no worker waits long for another at the end.
 _MOST_BYTES = 512 << 20
+#: And about so many scan files: each that is held costs a descriptor.
+_MOST_FILES = 128
 #: What is still to be fetched is searched in small shards, so that the search keeps up with it.
 _FETCHED_BYTES = 32 << 20
 
@@ -70,7 +72,8 @@ def split(parts: Sequence[Part], workers: int) -> list[Shard]:
     """Cut parts into shards for so many workers, each with its share of patches, text and binary files, by path."""
     here = [part for part in parts if part.here]
     size = sum(map(_weight, here))
-    count = max(min(-(-size // _SHARD_BYTES), workers), -(-size // _MOST_BYTES), 1)
+    files = sum(not part.ruled_out for part in here)
+    count = max(min(-(-size // _SHARD_BYTES), workers), -(-size // _MOST_BYTES), -(-files // _MOST_FILES), 1)
     shards = [Shard([]) for _ in range(count)]
     for place, chain in enumerate(_chains([part for part in here if part.kind == "patch"])):
         shards[place % count].runs.append(chain)

@@ -17,7 +17,7 @@ from fanout.disk.data import Reader
 from fanout.disk.state import State
 from fanout.format.tree import Node, PageRef, content_hash, subtree_end
 from fanout.view.bases import Base, Kind, Rested, rest
-from fanout.view.scan import Copy, Scan, is_binary, searchable, write_scan
+from fanout.view.scan import Copy, Scan, Stopped, is_binary, searchable, write_scan
 from fanout.view.scans import Held, Scans
 
 __all__ = ["Part", "Wanted", "arrange"]
@@ -28,6 +28,7 @@ _PATCH_FILES = 8192
 _MAX_PATCHES = 8
 #: Changes up to this much are patched as a whole, whatever is searched, so that the next search has them.
 _EAGER_BYTES = 32 << 20
+_LOCK_STEP_S = 0.05
 #: How large a file of a page that nobody looked at yet is taken to be.
 _GUESSED_BYTES = 8192
 #: How many pages' arrangements are remembered of a disk.
@@ -87,13 +88,17 @@ def arrange(
     Loads only pages whose scan files are not on this host. What is handed out as held is to be released in the end.
     """
     work = _Arrangement(scans, disk_id, state, reader, wanted, stopped)
-    with work.known.lock:
-        try:
-            return work.parts(), list(work.held.values())
-        except BaseException:
-            for each in work.held.values():
-                each.release()
-            raise
+    while not work.known.lock.acquire(timeout=_LOCK_STEP_S):
+        if stopped():
+            raise Stopped
+    try:
+        return work.parts(), list(work.held.values())
+    except BaseException:
+        for each in work.held.values():
+            each.release()
+        raise
+    finally:
+        work.known.lock.release()
 
 
 class _Arrangement:
