@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import boto3
@@ -14,9 +14,12 @@ from botocore.config import Config
 from botocore.credentials import Credentials
 from botocore.exceptions import ClientError
 
+from fanout.runtime import system
+from fanout.server.keys import Keys, Right
+from fanout.store.open import open_store
 from tests.support.serving import Running
 
-__all__ = ["code_of", "exec_on", "new_bucket", "s3_client", "signed"]
+__all__ = ["code_of", "disk_id", "exec_on", "make_key", "new_bucket", "s3_client", "signed"]
 
 
 def s3_client(server: Running, *, access_key: str = "", secret_key: str = "", **options: Any) -> Any:
@@ -78,14 +81,29 @@ class _Signer(S3SigV4Auth):
         super()._modify_request_before_signing(request)
 
 
+def make_key(server: Running, right: Right, disks: Sequence[str] | None = None) -> tuple[str, str, str]:
+    """Make a key for some disks; returns its access key, its secret key and its token."""
+    store = open_store(server.store)
+    try:
+        keys = Keys(store, system)
+        made = keys.create(right=right, disks=disks)
+        return made.record.id, keys.s3_secret(made.record.id), made.token
+    finally:
+        store.close()
+
+
+def disk_id(server: Running, name: str) -> str:
+    """Return a disk's id by its name."""
+    found = httpx.get(f"{server.url}/api/disks?name={name}", headers={"Authorization": server.token}, timeout=60)
+    return str(found.json()["data"][0]["id"])
+
+
 def exec_on(server: Running, disk: str, command: str) -> dict[str, Any]:
     """Run a command on a disk through the REST API, which has to succeed."""
-    found = httpx.get(f"{server.url}/api/disks?name={disk}", headers={"Authorization": server.token}, timeout=60)
-    disk_id = found.json()["data"][0]["id"]
     answer = httpx.post(
         f"{server.url}/api/exec",
         headers={"Authorization": server.token},
-        json={"disks": {"w": disk_id}, "command": f"cd /mnt/archil/w 2>/dev/null || cd /mnt; {command}"},
+        json={"disks": {"w": disk_id(server, disk)}, "command": f"cd /mnt/archil/w 2>/dev/null || cd /mnt; {command}"},
         timeout=120,
     )
     assert answer.status_code == 200, answer.text

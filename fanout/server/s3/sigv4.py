@@ -29,6 +29,7 @@ __all__ = [
     "claim_of_query",
     "is_right",
     "presigned_query",
+    "signature_of",
     "signing_key",
     "trailer_signature",
 ]
@@ -74,10 +75,9 @@ def claim_of_header(text: str, headers: Mapping[str, str]) -> Claim:
             fields[match[1]] = match[2]
     if scheme != ALGORITHM or not {"Credential", "SignedHeaders", "Signature"} <= fields.keys():
         raise S3Error("AuthorizationHeaderMalformed", "Credential, SignedHeaders and Signature are needed.")
-    amz_date = headers.get("x-amz-date", "")
-    time = _time(amz_date) if amz_date else _http_time(headers.get("date", ""))
+    date = headers.get("x-amz-date") or headers.get("date", "")
     return _claim(
-        fields["Credential"], fields["SignedHeaders"], fields["Signature"], time, "AuthorizationHeaderMalformed"
+        fields["Credential"], fields["SignedHeaders"], fields["Signature"], date, "AuthorizationHeaderMalformed"
     )
 
 
@@ -91,21 +91,24 @@ def claim_of_query(query: Mapping[str, str]) -> Claim:
     expires = query["X-Amz-Expires"]
     if _WHOLE.fullmatch(expires) is None or int(expires) > MAX_EXPIRES_S:
         raise S3Error(wrong, f"X-Amz-Expires must be 1 to {MAX_EXPIRES_S} seconds.")
-    time = _time(query["X-Amz-Date"])
     return _claim(
-        query["X-Amz-Credential"], query["X-Amz-SignedHeaders"], query["X-Amz-Signature"], time, wrong, int(expires)
+        query["X-Amz-Credential"],
+        query["X-Amz-SignedHeaders"],
+        query["X-Amz-Signature"],
+        query["X-Amz-Date"],
+        wrong,
+        int(expires),
     )
 
 
-def _claim(
-    credential: str, signed: str, signature: str, time: datetime, wrong: str, expires_s: int | None = None
-) -> Claim:
+def _claim(credential: str, signed: str, signature: str, date: str, wrong: str, expires_s: int | None = None) -> Claim:
     parts = credential.rsplit("/", 4)
     if len(parts) != 5 or parts[4] != "aws4_request" or not parts[0]:
         raise S3Error(wrong, "A credential is ACCESS-KEY/YYYYMMDD/REGION/s3/aws4_request.")
     access_key, day, region, service, _ = parts
     if service != "s3":
         raise S3Error(wrong, f"The service of the credential is {service[:40]!r}; it must be 's3'.")
+    time = _time(date)
     amz_date = time.strftime("%Y%m%dT%H%M%SZ")
     if day != amz_date[:8]:
         raise S3Error(wrong, "The date of the credential is not that of the request.")
@@ -168,10 +171,15 @@ def signing_key(secret: str, day: str, region: str) -> bytes:
     return key
 
 
+def signature_of(claim: Claim, key: bytes, canonical: bytes) -> str:
+    """Return the signature that a canonical request has with this key."""
+    text = f"{ALGORITHM}\n{claim.amz_date}\n{claim.scope}\n{sha256(canonical).hexdigest()}"
+    return hmac.digest(key, text.encode(), "sha256").hex()
+
+
 def is_right(claim: Claim, key: bytes, canonical: bytes) -> bool:
     """Whether the claim's signature is that of a canonical request; in constant time."""
-    text = f"{ALGORITHM}\n{claim.amz_date}\n{claim.scope}\n{sha256(canonical).hexdigest()}"
-    expected = hmac.digest(key, text.encode(), "sha256").hex()
+    expected = signature_of(claim, key, canonical)
     return hmac.compare_digest(expected.encode(), claim.signature.encode("utf-8", "surrogateescape"))
 
 
@@ -204,6 +212,6 @@ def presigned_query(
         ("X-Amz-SignedHeaders", "host"),
     ]
     canonical = canonical_request(method, path, pairs, {"host": host}, ("host",), UNSIGNED)
-    text = f"{ALGORITHM}\n{amz_date}\n{day}/{region}/s3/aws4_request\n{sha256(canonical.encode()).hexdigest()}"
-    signature = hmac.digest(signing_key(secret, day, region), text.encode(), "sha256").hex()
+    claim = Claim(access_key, day, region, ("host",), "", time, amz_date)
+    signature = signature_of(claim, signing_key(secret, day, region), canonical.encode())
     return "&".join([f"{name}={value}" for name, value in pairs] + [f"X-Amz-Signature={signature}"])
