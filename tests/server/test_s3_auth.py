@@ -167,7 +167,7 @@ def put_chunked(
     sign: bool,
     trailer: str | None = None,
     change: Change = bytes,
-    length: int | None = None,
+    length: int = len(WHOLE),
 ) -> tuple[int, str]:
     """Put WHOLE as aws-chunked, its checksum following; `change` spoils the encoded body."""
     payload = "STREAMING-AWS4-HMAC-SHA256-PAYLOAD" if sign else "STREAMING-UNSIGNED-PAYLOAD-TRAILER"
