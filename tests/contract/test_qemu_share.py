@@ -102,6 +102,8 @@ def test_it_sees_the_tree_and_programs_and_has_no_rights_over_them(make: Make) -
     assert sorted(os.listdir(seen(share))) == ["dev", "etc", "mnt", "proc", "root", "run", "sys", "tmp"]
     assert (seen(share) / "etc/name").read_text() == "shown"
     assert set(os.listdir(f"/proc/{share._jail.init}/root")) <= {"proc", "share", *rootfs.SYSTEM}
+    while "virtiofsd" not in Path(f"/proc/{share.pid}/comm").read_text():
+        assert share.alive(), share.said()
     status = Path(f"/proc/{share.pid}/status").read_text()
     assert "NoNewPrivs:\t1" in status
     assert "Seccomp:\t2" in status
