@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Literal
@@ -233,14 +233,14 @@ class _Search:
                         break
                     one = self._ahead.hold(part)
                     shard.done.fetched += not one.warm
-                    shard.done.files += self._looked_at(part, one.scan)
-                    if part.ruled_out:
+                    files = self._looked_at(part, one.scan)
+                    shard.done.files += files
+                    if part.ruled_out or not files:
                         one.release()
-                        shard.done.skipped += 1
+                        shard.done.skipped += part.ruled_out
                         continue
                     held.append(one)
-                    if one.scan.files:
-                        runs[-1].append((part, one.scan))
+                    runs[-1].append((part, one.scan))
             runs = [run for run in runs if run]
             while runs and not self._stopped.is_set():
                 runs = runs[self._search(shard, runs) :]
@@ -280,18 +280,31 @@ class _Search:
         return done
 
     def _looked_at(self, part: Part, scan: Scan) -> int:
-        """How many files of the tree were looked at in one scan file."""
+        """How many files of the tree are looked at in one scan file."""
         query = self._query
-        first, end = 0, scan.files
-        if query.directory and part.kind != "patch":
-            first, end = scan.first_from(query.prefix), scan.first_from(subtree_end(query.directory))
-        numbers: Collection[int] = range(first, end) if part.live is None else part.live
-        if part.live is not None and len(range(first, end)) < scan.files:
-            numbers = [number for number in part.live if first <= number < end]
-        if query.selective or part.kind == "patch":
+        all_wanted = not (query.directory or query.selective)
+        if part.kind == "patch" or (part.live is not None and not all_wanted):
+            numbers: Iterable[int] = range(scan.files) if part.live is None else part.live
             return sum(self._is_live(part, scan, number, scan.path(number)) for number in numbers)
-        gone = (scan.find(path) for path in self._state.changed_between(part.first, part.end))
-        return len(numbers) - sum(number is not None and number in numbers for number in gone)
+        if part.live is not None:
+            count = len(part.live)
+        else:
+            key = query.directory, query.recursive, query.globs.key
+            count = scan.counted(key, lambda: self._count(scan))
+        changed = ((path, scan.find(path)) for path in self._state.changed_between(part.first, part.end))
+        return count - sum(
+            number is not None and (part.live is None or number in part.live) and self._is_wanted(path)
+            for path, number in changed
+        )
+
+    def _count(self, scan: Scan) -> int:
+        """How many files of a scan file are wanted, whether the tree still has them or not."""
+        query = self._query
+        if query.selective:
+            return sum(self._is_wanted(scan.path(number)) for number in range(scan.files))
+        if not query.directory:
+            return scan.files
+        return scan.first_from(subtree_end(query.directory)) - scan.first_from(query.prefix)
 
     def _is_wanted(self, path: bytes) -> bool:
         return path.startswith(self._query.prefix) and (not self._query.selective or self._query.selects(path))

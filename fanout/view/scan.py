@@ -39,6 +39,7 @@ _WIDE = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}
 #: A hole longer than this is kept this long: the file is binary, and no line of it is shown.
 _HOLE_BYTES = 64 << 10
 _THREADS = 4
+_COUNTS = 8
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _VERSION = 1
 
@@ -70,6 +71,7 @@ class Scan:
         self._flags = table.flags
         self._hashes = table.hashes
         self._decoded = table.decoded
+        self._counts: dict[object, int] = {}
         #: How many files whoever made this left to another scan file.
         self.left_out = table.left_out
 
@@ -132,6 +134,15 @@ class Scan:
     def first_from(self, path: bytes) -> int:
         """Return the number of the first file whose path is not below `path` in byte order."""
         return bisect_left(range(self.files), path, key=self.path)
+
+    def counted(self, key: object, count: Callable[[], int]) -> int:
+        """Return a number that depends on the paths alone, remembering the last few by their keys."""
+        known = self._counts.get(key)
+        if known is None:
+            while len(self._counts) >= _COUNTS:
+                self._counts.pop(next(iter(self._counts)), None)
+            known = self._counts[key] = count()
+        return known
 
     def find(self, path: bytes) -> int | None:
         """Return the number of the file of this path."""
