@@ -42,8 +42,9 @@ class ReadableDisks(AsyncFileSystem):  # type: ignore[misc]
 
     def __init__(
         self,
-        url: str | None = None,
+        server: str | None = None,
         *,
+        url: str | None = None,
         api_key: str | None = None,
         store: str | None = None,
         engine: str | None = None,
@@ -63,7 +64,10 @@ class ReadableDisks(AsyncFileSystem):  # type: ignore[misc]
             listings_expiry_time=listings_expiry_time,
             max_paths=max_paths,
         )
-        self._connection = Connection(connect(url, api_key=api_key, store=store, engine=engine, **settings))
+        if server is not None and url is not None:
+            raise Invalid.argument("url", url, f"one address, and `server` is {server!r}")
+        made = connect(url if server is None else server, api_key=api_key, store=store, engine=engine, **settings)
+        self._connection = Connection(made)
 
     @property
     def fsid(self) -> str:

@@ -33,8 +33,9 @@ __all__ = ["FanoutFileSystem"]
 class FanoutFileSystem(ReadableDisks):
     """Disks for fsspec: `fanout://disk/path`, `fanout://disk@branch/path`, `fanout://disk@checkpoint/path` (read-only).
 
-    `url`, `api_key`, `store`, `engine` and further settings are those of `fanout.connect`; nothing is opened before the
-    first call. Errors are Python's own (`FileNotFoundError`, `PermissionError`, …) with fanout's as their cause.
+    `api_key`, `store`, `engine` and further settings are those of `fanout.connect`; nothing is opened before the first
+    call. A server's address is `server`, or `url`, which functions of fsspec that have one themselves cannot pass on.
+    Errors are Python's own (`FileNotFoundError`, `PermissionError`, …) with fanout's as their cause.
     Listings are not cached unless `use_listings_cache` is set: others write to the same disk.
     """
 

@@ -90,6 +90,10 @@ def test_bad_settings_are_refused_when_it_is_made() -> None:
         FanoutFileSystem(colour="red")
     with pytest.raises(fanout.Invalid, match="engine"):
         FanoutFileSystem(engine="warp")
+    with pytest.raises(fanout.Invalid, match="one address"):
+        FanoutFileSystem("http://a", url="http://b")
+    with pytest.raises(fanout.Invalid, match="ftp"):
+        FanoutFileSystem("ftp://a")
 
 
 # -- errors are Python's ---------------------------------------------------------------------------------------------
