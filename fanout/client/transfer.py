@@ -50,6 +50,8 @@ T = TypeVar("T")
 #: Smaller packs than an embedded connection makes: one is what has to be sent again after a cut.
 _TUNING = Tuning(pack_bytes=8 << 20)
 _BATCH = 512
+#: What is handed to a connection at once: it keeps a copy of what it has not sent.
+_SLICE = 256 << 10
 _ATTEMPTS = 8
 
 
@@ -81,7 +83,7 @@ async def put(
     content: bytes | AsyncIterable[bytes] | BinaryIO, mode: int,
 ) -> ObjectInfo:  # fmt: skip
     """Store one file, however large, in one commit; see `Disk.put_object`."""
-    pull = Pull("data", _pieces(content) if isinstance(content, bytes) else content)
+    pull = Pull("data", _pieces(content, _TUNING.extent_bytes) if isinstance(content, bytes) else content)
 
     def work(far: _Far) -> tuple[Node, Packed]:
         packer = far.packer(runtime)
@@ -150,7 +152,7 @@ class _Far:
     def put(self, key: str, data: bytes) -> None:
         """Store a pack. Its id is random, so that doing it again does no harm."""
         path = f"{self._path}/packs/{key.rpartition('/')[2]}"
-        self._call(lambda: self._http.call("PUT", path, {"line": self._line}, content=data))
+        self._call(lambda: self._http.call("PUT", path, {"line": self._line}, content=lambda: _pieces(data, _SLICE)))
 
     def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
         """Return bytes of a pack."""
@@ -289,7 +291,7 @@ async def _frames(nodes: list[tuple[bytes, Node]], blobs: Mapping[bytes, bytes])
     yield wire.frame(b"E")
 
 
-async def _pieces(data: bytes) -> AsyncIterator[bytes]:
+async def _pieces(data: bytes, size: int) -> AsyncIterator[bytes]:
     view = memoryview(data)
-    for at in range(0, len(data), _TUNING.extent_bytes):
-        yield bytes(view[at : at + _TUNING.extent_bytes])
+    for at in range(0, len(data), size):
+        yield bytes(view[at : at + size])
