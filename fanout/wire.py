@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import copy
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -74,6 +75,7 @@ __all__ = [
     "exec_fields",
     "frame",
     "grep_fields",
+    "heard",
     "json_bytes",
     "json_of",
     "parse_query",
@@ -240,6 +242,23 @@ def value_of(kind: type[T], fields: object) -> T:
         raise Invalid.argument(where, first.get("input"), first["msg"]) from None
 
 
+def heard(kind: type[T], fields: object) -> T:
+    """Return the value that an answer describes; fields that only a newer server knows are passed over."""
+    try:
+        return kind.model_validate(fields)
+    except ValidationError as error:
+        unknown = [each["loc"] for each in error.errors() if each["type"] == "extra_forbidden"]
+        if not unknown:
+            raise Corrupt(f"the answer is no {kind.__name__}: {error.errors()[0]['msg']}") from None
+    known = copy.deepcopy(fields)
+    for *above, name in unknown:
+        inner: Any = known
+        for step in above:
+            inner = inner[step]
+        del inner[name]
+    return heard(kind, known)
+
+
 def json_bytes(value: object) -> bytes:
     """Return JSON without needless white space."""
     return _encode_json(value).encode("ascii")
@@ -398,7 +417,7 @@ def run_of(fields: Mapping[str, Any]) -> Run:
         name: {**commit, "conflict": _conflict_of(commit["conflict"])} if commit.get("conflict") else commit
         for name, commit in fields.get("commits", {}).items()
     }
-    return value_of(Run, values)
+    return heard(Run, values)
 
 
 def event_fields(event: Event) -> dict[str, Any]:
@@ -421,9 +440,9 @@ def event_of(fields: Mapping[str, Any]) -> Event:
     if kind == "output":
         data = _load_bytes(fields, "data")
         text = fields.get("text", fields.get("data", ""))
-        return value_of(Output, {"stream": fields.get("stream"), "data": data, "text": text})
+        return heard(Output, {"stream": fields.get("stream"), "data": data, "text": text})
     if kind == "started":
-        return value_of(Started, {name: value for name, value in fields.items() if name != "event"})
+        return heard(Started, {name: value for name, value in fields.items() if name != "event"})
     if kind == "finished":
         return Finished(run=run_of(fields["run"]))
     raise error_of(fields, 500)

@@ -47,7 +47,7 @@ class RemoteFanout(Fanout):
 
     async def about(self) -> wire.About:
         """Return what the server says of itself."""
-        return wire.value_of(wire.About, await self.http.call("GET", ""))
+        return wire.heard(wire.About, await self.http.call("GET", ""))
 
     async def aclose(self) -> None:
         """Close the connections. Execs under way are killed and commit nothing; their callers get `Unavailable`."""
@@ -187,4 +187,4 @@ class RemoteDisks(Disks):
         await self._http.call("DELETE", f"/disks/{name}", key=self._runtime.hex_id(32))
 
     def _handle(self, fields: Any) -> RemoteDisk:
-        return RemoteDisk(self._http, self._runtime, wire.value_of(wire.Handle, fields))
+        return RemoteDisk(self._http, self._runtime, wire.heard(wire.Handle, fields))

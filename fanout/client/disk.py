@@ -78,7 +78,7 @@ class RemoteDisk(Disk):
         if isinstance(content, bytes) and len(content) <= _WHOLE_BYTES:
             query = {"key": key, "mode": mode}
             stored = await self._call("PUT", "object", query, content=content, key=True)
-            return wire.value_of(ObjectInfo, stored)
+            return wire.heard(ObjectInfo, stored)
         return await transfer.put(self._http, self._runtime, self.id, self.line, path, content, mode)
 
     async def get_object(self, key: str, *, start: int = 0, end: int | None = None) -> bytes:
@@ -112,12 +112,12 @@ class RemoteDisk(Disk):
     async def head_object(self, key: str) -> ObjectInfo | None:
         tree_path("key", key.rstrip("/") or "/", allow_root=True)
         found = await self._call("GET", "head", {"key": key})
-        return None if found is None else wire.value_of(ObjectInfo, found)
+        return None if found is None else wire.heard(ObjectInfo, found)
 
     async def stat(self, path: str) -> DirEntry | None:
         absolute("path", path)
         found = await self._call("GET", "stat", {"path": path})
-        return None if found is None else wire.value_of(DirEntry, found)
+        return None if found is None else wire.heard(DirEntry, found)
 
     async def delete_object(self, key: str, *, recursive: bool = False) -> None:
         tree_path("key", key.rstrip("/") or "/", allow_root=recursive)
@@ -132,7 +132,7 @@ class RemoteDisk(Disk):
     async def _moved(self, what: str, source: str, target: str, replace: bool) -> Commit:
         request.check_move(source, target, replace)
         body = {"source": source, "target": target, "replace": replace}
-        return wire.value_of(Commit, await self._call("POST", what, body=body, key=True))
+        return wire.heard(Commit, await self._call("POST", what, body=body, key=True))
 
     async def list_objects(
         self, prefix: str = "", *, recursive: bool = True, start_after: str = ""
@@ -179,14 +179,14 @@ class RemoteDisk(Disk):
             if not isinstance(options[globs], str | bytes) and isinstance(options[globs], Iterable):
                 options[globs] = tuple(options[globs])
         check_query(pattern, **options)
-        return wire.value_of(Grep, await self._call("POST", "grep", body=wire.grep_fields(pattern, options)))
+        return wire.heard(Grep, await self._call("POST", "grep", body=wire.grep_fields(pattern, options)))
 
     # -- history ---------------------------------------------------------------------------------------------
 
     async def checkpoint(self, name: str | None = None) -> Checkpoint:
         if name is not None:
             check_name("name", name)
-        return wire.value_of(Checkpoint, await self._call("POST", "checkpoints", body={"name": name}, key=True))
+        return wire.heard(Checkpoint, await self._call("POST", "checkpoints", body={"name": name}, key=True))
 
     async def checkpoints(self) -> AsyncIterator[Checkpoint]:
         async with aclosing(self._rows("checkpoints", Checkpoint, {})) as rows:
@@ -198,7 +198,7 @@ class RemoteDisk(Disk):
         if checkpoint is not None:
             check_name("checkpoint", checkpoint)
         made = await self._call("POST", "branches", body={"name": name, "checkpoint": checkpoint}, key=True)
-        return RemoteDisk(self._http, self._runtime, wire.value_of(wire.Handle, made))
+        return RemoteDisk(self._http, self._runtime, wire.heard(wire.Handle, made))
 
     async def branches(self) -> AsyncIterator[str]:
         async with aclosing(self._http.rows(f"/disks/{self.id}/branches", {"line": self.line})) as rows:
@@ -212,7 +212,7 @@ class RemoteDisk(Disk):
             raise Invalid.argument("branch", repr(branch), f"a branch of the same disk, {self.name!r}")
         source = (branch.at or branch.branch_name) if isinstance(branch, Disk) else str(branch)
         body = {"branch": source, "fromLine": isinstance(branch, Disk), "onConflict": on_conflict}
-        return wire.value_of(Commit, await self._call("POST", "merge", body=body, key=True))
+        return wire.heard(Commit, await self._call("POST", "merge", body=body, key=True))
 
     async def log(self, *, limit: int | None = None, after: int = 0) -> AsyncIterator[Commit]:
         if limit is not None and limit < 1:
@@ -234,7 +234,7 @@ class RemoteDisk(Disk):
     # -- locks and care --------------------------------------------------------------------------------------
 
     async def locks(self) -> list[Lock]:
-        return [wire.value_of(Lock, lock) for lock in await self._call("GET", "locks")]
+        return [wire.heard(Lock, lock) for lock in await self._call("GET", "locks")]
 
     async def break_lock(self, lock: Lock | str) -> None:
         await self._call("DELETE", "locks", {"id": lock.id if isinstance(lock, Lock) else lock}, key=True)
@@ -243,10 +243,10 @@ class RemoteDisk(Disk):
         self, *, grace_s: float = 24 * 3600.0, keep_history_s: float = 30 * 24 * 3600.0, dry_run: bool = False
     ) -> GcReport:
         body = {"graceS": grace_s, "keepHistoryS": keep_history_s, "dryRun": dry_run}
-        return wire.value_of(GcReport, await self._call("POST", "gc", body=body, key=True))
+        return wire.heard(GcReport, await self._call("POST", "gc", body=body, key=True))
 
     async def fsck(self, *, quick: bool = False) -> FsckReport:
-        return wire.value_of(FsckReport, await self._call("POST", "fsck", body={"quick": quick}))
+        return wire.heard(FsckReport, await self._call("POST", "fsck", body={"quick": quick}))
 
     # -- inside ----------------------------------------------------------------------------------------------
 
@@ -262,4 +262,4 @@ class RemoteDisk(Disk):
     async def _rows(self, what: str, kind: type[V], query: Mapping[str, object]) -> AsyncGenerator[V, None]:
         async with aclosing(self._http.rows(f"/disks/{self.id}/{what}", {"line": self.line, **query})) as rows:
             async for row in rows:
-                yield wire.value_of(kind, row)
+                yield wire.heard(kind, row)

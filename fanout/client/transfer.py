@@ -75,7 +75,7 @@ async def upload(
     committed = await http.call(
         "POST", f"/disks/{disk}/commit", query, content=lambda: _frames(nodes, packed.blobs), key=runtime.hex_id(32)
     )
-    return wire.value_of(Commit, committed)
+    return wire.heard(Commit, committed)
 
 
 async def put(
@@ -105,7 +105,7 @@ async def put(
         "POST", f"/disks/{disk}/commit", query, content=lambda: _frames([(path, node)], packed.blobs),
         key=runtime.hex_id(32),
     )  # fmt: skip
-    return wire.value_of(ObjectInfo, stored)
+    return wire.heard(ObjectInfo, stored)
 
 
 async def download(

@@ -171,6 +171,17 @@ def test_values() -> None:
     assert wire.value_of(Commit, over(wire.plain(commit))) == commit
 
 
+def test_what_only_a_newer_server_says_is_passed_over() -> None:
+    fields = over(wire.run_fields(run_of()))
+    fields |= {"colour": "red"}
+    fields["timing"]["newMs"] = 5
+    fields["commits"]["w"]["changes"][0]["size"] = 1
+    fields["commits"]["w"]["more"] = [1]
+    assert wire.run_of(fields) == run_of()
+    with pytest.raises(Corrupt, match="no Handle"):
+        wire.heard(wire.Handle, {"id": 5, "colour": "red"})
+
+
 # -- queries ---------------------------------------------------------------------------------------------------------
 
 
