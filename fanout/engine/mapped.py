@@ -80,12 +80,18 @@ def mount(wanted: overlay.Overlay, options: Sequence[str], mapping: int) -> None
 
 
 def show(paths: Sequence[str]) -> None:
-    """Show these files and directories of the host, and all below them, at `SHOWN`/0, 1, ... of this namespace."""
+    """Show these files and directories of the host, and all below them, at `SHOWN`/0, 1, ... of this namespace.
+
+    A character device is shown as one that every user may open: only sandboxes that are given it can.
+    """
     os.makedirs(LAYERS)
     os.makedirs(SHOWN)
     for number, path in enumerate(paths):
         place = f"{SHOWN}/{number}"
-        if stat.S_ISDIR(os.stat(path).st_mode):
+        found = os.stat(path)
+        if stat.S_ISCHR(found.st_mode):
+            path = _open_device(found.st_rdev, number)
+        if stat.S_ISDIR(found.st_mode):
             os.mkdir(place)
         else:
             os.close(os.open(place, os.O_CREAT | os.O_EXCL, 0o644))
@@ -110,6 +116,17 @@ def open_tunnels() -> None:
         _bind(f"{place}/tun".encode(), TUN.encode(), MS_BIND)
     except OSError:
         pass  # no device can be made here: who asks for a network is told
+
+
+def _open_device(device: int, number: int) -> str:
+    """Make a node of a device for everybody, on a file system that allows devices, and return its path."""
+    top = f"{overlay.MOUNT_ROOT}/device-{number}"
+    os.mkdir(top)
+    _checked(_libc.mount(b"fanout", top.encode(), b"tmpfs", ctypes.c_ulong(MS_NOSUID), b"mode=0711"), top.encode())
+    path = f"{top}/node"
+    os.mknod(path, stat.S_IFCHR | 0o666, device)
+    os.chmod(path, 0o666)
+    return path
 
 
 def _tree(path: bytes, mapping: int, attributes: int) -> int:

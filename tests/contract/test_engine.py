@@ -17,15 +17,21 @@ import fanout
 from fanout.engine.base import Engine
 from fanout.engine.bubblewrap import BubblewrapEngine
 from fanout.engine.check import CHECKS, Bench, Check
+from fanout.engine.qemu.engine import QemuEngine
 from fanout.errors import EngineUnavailable
+from tests.support.guests import MIB, image_or_skip, qemu_cache
 
 NOBODY = 65534
 
 
-@pytest.fixture(scope="module", params=["bubblewrap-kernel", "bubblewrap-bwrap"])
+@pytest.fixture(scope="module", params=["bubblewrap-kernel", "bubblewrap-bwrap", "qemu"])
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    overlay = request.param.removeprefix("bubblewrap-")
-    made = BubblewrapEngine(overlay=overlay)
+    made: Engine
+    if request.param == "qemu":
+        image_or_skip()
+        made = QemuEngine(cache_dir=qemu_cache(), memory_bytes=256 * MIB)
+    else:
+        made = BubblewrapEngine(overlay=request.param.removeprefix("bubblewrap-"))
     try:
         made.probe()
     except EngineUnavailable as error:

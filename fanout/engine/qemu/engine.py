@@ -137,6 +137,10 @@ class QemuEngine(Engine):
         """Return how many wait for a VM, how many boot, are ready, and run a command."""
         return self._ready().pool.counts()
 
+    def vms(self) -> Sequence[VM]:
+        """Return the VMs there are now, whatever they do; none is booted for this."""
+        return self._host.pool.vms() if self._host is not None else ()
+
     def probe(self) -> None:
         """See `Engine.probe`. Runs a command over an overlay in a VM."""
         if self._probed:
@@ -225,6 +229,10 @@ class _Host:
         resolver = Path(self._directory.path, "resolv.conf")
         resolver.write_text(network.RESOLV_CONF)
         files = [str(made.kernel), str(made.initramfs), str(resolver)]
+        if self.acceleration == "kvm":
+            if not os.path.exists(accel.DEVICE):
+                raise EngineUnavailable(f"there is no {accel.DEVICE}")
+            files.append(accel.DEVICE)
         self._shown = [home_of(bwrap), *files, *rootfs.private_paths(root, etc, host_paths)]
         self._overlay = engine._overlay
         self._lock = threading.Lock()
@@ -239,6 +247,7 @@ class _Host:
             virtiofsd=self._virtiofsd,
             image=made,
             files={path: seen_at(path) for path in files[:2]},
+            kvm=seen_at(accel.DEVICE) if self.acceleration == "kvm" else "",
             tree=tree_options(root, etc, host_paths, seen_at),
             network=engine._network,
             resolver=seen_at(str(resolver)),

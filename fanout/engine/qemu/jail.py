@@ -36,6 +36,9 @@ BUILD_S = 30.0
 #: How long a killed one may take to be gone.
 DEATH_S = 60.0
 
+#: bwrap tells of a program that a signal ended as a shell does.
+BY_SIGNAL = 128
+
 #: What a start that failed may have said of it.
 SAID_BYTES = 4096
 
@@ -162,7 +165,8 @@ class Jail:
         if ending is None:  # no spawner any more: its sandboxes die with it
             self.kill()
             _polled(self._init_fd, select.POLLIN, DEATH_S)
-        self.returncode = -signal.SIGKILL if ending is None else os.waitstatus_to_exitcode(ending.status)
+        code = -signal.SIGKILL if ending is None else os.waitstatus_to_exitcode(ending.status)
+        self.returncode = code if code <= BY_SIGNAL else BY_SIGNAL - code
         self._reply.close()
         self._reply = None
         with self._signalling:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fanout.engine import rootfs
 from fanout.engine.base import Exit, Mount, Sink
 from fanout.engine.network import Network
+from fanout.engine.qemu import accel
 from fanout.engine.qemu.image import Image
 from fanout.engine.qemu.jail import Jail
 from fanout.engine.qemu.machine import Files, Guest, Hypervisor, Machine
@@ -33,10 +34,10 @@ BOOT_S = 60.0
 class Host:
     """What VMs are made with here: programs, the image, and where the tree comes from.
 
-    `files` are the image's two, and where a sandbox's user finds them; `tree` are bwrap's options for what guests see,
-    `directory` a private place for sockets. Guests with a network have a way out by `network`, whose resolver is named
-    in the file `resolver`; with `own_resolver` the tree's own /etc/resolv.conf must be hidden for that. Guests like
-    `copied` are copies of a template.
+    `files` are the image's two, and where a sandbox's user finds them; `kvm` is where it finds KVM's device. `tree` are
+    bwrap's options for what guests see, `directory` a private place for sockets. Guests with a network have a way out
+    by `network`, whose resolver is named in the file `resolver`; with `own_resolver` the tree's own /etc/resolv.conf
+    must be hidden for that. Guests like `copied` are copies of a template.
     """
 
     spawner: Spawner
@@ -44,6 +45,7 @@ class Host:
     virtiofsd: Virtiofsd
     image: Image
     files: Mapping[str, str]
+    kvm: str
     tree: Sequence[str]
     directory: str
     network: Network | None
@@ -63,6 +65,7 @@ class VM:
         self._lock = threading.Lock()
         self._killed = False
         self._share: Share | None = None
+        self._qemu: Jail | None = None
         self._machine: Machine | None = None
 
     def boot(self, rehearsal: Request | None = None) -> None:
@@ -180,22 +183,24 @@ class VM:
                 share.end()
 
     def pids(self) -> list[int]:
-        """Return the processes at the head of both sandboxes."""
-        return [self._share.pid] if self._share is not None else []
+        """Return its processes that are there: QEMU's, then virtiofsd's."""
+        return [each.pid for each in (self._qemu, self._share) if each is not None]
 
     def _launch(self, argv: Sequence[str], inherited: Sequence[int], output: int) -> Hypervisor:
         options = rootfs.program_arguments([argv[0]])
         for path, seen_at in self._host.files.items():
             options += ["--ro-bind", seen_at, path]
         if self.guest.acceleration == "kvm":
-            options += ["--dev-bind", "/dev/kvm", "/dev/kvm"]
+            options += ["--dev-bind", self._host.kvm, accel.DEVICE]
         network = None
         if self.guest.netdev is not None:
             network = self._host.network
             options += ["--ro-bind", self._host.resolver, "/etc/resolv.conf"]
         options += ["--proc", "/proc", "--remount-ro", "/"]
         host = self._host
-        qemu = Jail(host.spawner, host.bwrap, options, argv, output=output, others=inherited, network=network)
+        qemu = self._qemu = Jail(
+            host.spawner, host.bwrap, options, argv, output=output, others=inherited, network=network
+        )
         assert self._share is not None
         return _Both(qemu, self._share)
 
