@@ -403,3 +403,82 @@ async def test_two_processes_share_what_is_there(tmp_path: Path) -> None:
         assert sum(shard.fetched for shard in (await disk.grep("needle")).shards) == 1
         other = await two.disks.get("ws")
         assert sum(shard.fetched for shard in (await other.grep("needle")).shards) == 0
+
+
+class Packs(Counted):
+    """Remembers what kinds of objects are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read: list[str] = []
+
+    def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+        self.read.append([*key.split("/"), ""][2])
+        return super().get(key, start, length)
+
+
+async def test_a_folded_tree_rests_on_what_is_there(tmp_path: Path) -> None:
+    store = Packs()
+    tuning = Tuning(page_entries=8, fold_entries=1 << 30, inline_bytes=0)
+    async with connected(store, tmp_path / "c", tuning=tuning) as fo:
+        disk = await fo.disks.create("ws")
+        for number in range(32):
+            await disk.put_object(f"f{number:02}", b"needle %d\n" % number * 20)
+        assert isinstance(disk, LocalDisk)
+        branch = disk.core.branch()
+        branch.fold()
+        first = await disk.grep("needle 5")
+        assert (len(first.matches), sum(shard.fetched for shard in first.shards)) == (20, 4)
+        await disk.put_object("f09", b"needle 5 again\n")
+        await disk.put_object("f30", b"nothing\n")
+        await disk.delete_object("f31")
+        branch.fold()
+        store.read.clear()
+        second = await disk.grep("needle")
+        assert sum(shard.fetched for shard in second.shards) == 0
+        assert store.read.count("pack") == 2  # of the two files that are new
+        assert [m.file for m in second.matches if "again" in m.text] == ["f09"]
+        assert len(second.matches) == 29 * 20 + 1
+        assert second.files_scanned == 31
+        store.read.clear()
+        assert (await disk.grep("needle")).matches == second.matches
+        assert set(store.read) == {"log"}  # the one request for what is newer
+    async with connected(store, tmp_path / "c", tuning=tuning) as fo:  # another process
+        disk = await fo.disks.get("ws")
+        store.read.clear()
+        assert (await disk.grep("needle")).matches == second.matches
+        assert "pack" not in store.read
+        assert isinstance(disk, LocalDisk)
+        for number in range(0, 24, 4):
+            await disk.delete_object(f"f{number:02}")
+            await disk.delete_object(f"f{number + 1:02}")
+            await disk.put_object(f"f{number + 2:02}", b"other\n" * 40)
+        disk.core.branch().fold()
+        store.read.clear()
+        third = await disk.grep("needle|other", output="files")
+        assert (third.files_scanned, len(third.matches)) == (19, 18)  # f30 says nothing
+        assert store.read.count("pack") <= 6  # what is in earlier scan files is copied
+
+
+async def test_searches_commits_and_evictions_at_once(tmp_path: Path) -> None:
+    async with connected(MemoryStore(), tmp_path / "c", tuning=Tuning(page_entries=4, fold_entries=3)) as fo:
+        disk = await fo.disks.create("ws")
+        for number in range(12):
+            await disk.put_object(f"f{number:02}", b"needle\n")
+
+        async def search() -> None:
+            for _ in range(12):
+                found = await disk.grep("needle")
+                assert len({m.file for m in found.matches} & {f"f{number:02}" for number in range(12)}) == 12
+
+        async def commit() -> None:
+            for number in range(24):
+                await disk.put_object(f"g{number % 5}", b"needle %d\n" % number)
+
+        async def evict() -> None:
+            for _ in range(24):
+                await anyio.to_thread.run_sync(fo._cache.evict, 0)  # type: ignore[attr-defined]
+
+        async with anyio.create_task_group() as group:
+            for work in (search, search, search, commit, evict):
+                group.start_soon(work)
