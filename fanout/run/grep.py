@@ -271,6 +271,8 @@ class _Search:
                 self._running.discard(search)
             problem = search.finish()
         if problem is not None:
+            for part, scan in scans:  # whoever reads it knows the disk, not this host
+                problem = problem.replace(scan.data_path, f"from /{shown(part.first)} on")
             shard.done.problem = problem
         done = len(runs) if over is None else over + 1
         for part, scan in (each for run in runs[:done] for each in run):
