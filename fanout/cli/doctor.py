@@ -20,18 +20,22 @@ _MARKS = {"ok": "ok", "bad": "NO", "note": "--"}
 
 
 @click.command(short_help="Check engines, store and cache.")
+@click.option("--fix", is_flag=True, help="Make what VMs need: installs packages as root, assembles the guest's image.")
 @json_option
 @click.pass_context
-def doctor(context: click.Context, as_json: bool) -> int:
+def doctor(context: click.Context, as_json: bool, fix: bool) -> int:
     """Check which engines work here, whether the store keeps its promises, and the cache.
 
-    Runs a trial command in each engine and races a few small objects in the store. With --url, a trial command on the
-    server instead. Exits with 69 if nothing could run.
+    Runs a trial command in each engine and races a few small objects in the store; boots a VM with KVM once after each
+    boot of the host. With --url, a trial command on the server instead. Exits with 69 if nothing could run.
     """
     from fanout.cli.render import json_document, safe
     from fanout.errors import TABLE
 
-    found = list(_checks(settings(context)))
+    values = settings(context)
+    if fix:
+        _fix(values)
+    found = list(_checks(values))
     usable = any(each["state"] == "ok" for each in found if each["check"] in (*_ENGINES, "server"))
     healthy = usable and all(each["state"] == "ok" for each in found if each["check"] in ("store", "cache"))
     if as_json:
@@ -54,8 +58,10 @@ def _checks(values: Settings) -> Iterator[dict[str, Any]]:
         yield _guarded("server", lambda: _server(values))
         return
     yield _check("execs", "note", f"at most {values.max_in_flight} at once (FANOUT_MAX_IN_FLIGHT)")
-    for engine in _ENGINES:
-        yield _guarded(engine, lambda engine=engine: _engine(values, engine))  # type: ignore[misc]
+    yield _guarded("bubblewrap", lambda: _engine(values, "bubblewrap"))
+    yield _guarded("image", lambda: _image(values))
+    yield _guarded("kvm", lambda: _kvm(values))
+    yield _guarded("qemu", lambda: _qemu(values))
     yield _guarded("store", lambda: _store(values))
     yield _guarded("cache", lambda: _cache(values))
 
@@ -95,6 +101,57 @@ def _server(values: Settings) -> dict[str, Any]:
         return _check("server", "ok", text, url=values.url, version=about.version, **times)
 
     return asyncio.run(ask())
+
+
+def _fix(values: Settings) -> None:
+    """Install and make what is missing for VMs, telling each step on stderr."""
+    from fanout.engine.qemu.command import find_qemu
+    from fanout.engine.qemu.image import assemble
+    from fanout.engine.qemu.packages import install
+    from fanout.engine.qemu.share import find_virtiofsd
+    from fanout.errors import EngineUnavailable
+
+    def say(line: str) -> None:
+        click.echo(line, err=True)
+
+    for find, package in ((find_qemu, "qemu-system-x86"), (find_virtiofsd, "virtiofsd")):
+        try:
+            find()
+        except EngineUnavailable:  # where QEMU brings its own virtiofsd, it is there by now
+            install([package], say)
+    assemble(values.cache_dir, say)
+
+
+def _image(values: Settings) -> dict[str, Any]:
+    from fanout.engine.qemu.image import find
+
+    found = find(values.cache_dir)
+    if found is None:
+        return _check("image", "note", "no kernel for VMs yet: `fanout doctor --fix` or the first exec in one makes it")
+    return _check("image", "ok", found.version, path=os.fspath(found.kernel.parent))
+
+
+def _kvm(values: Settings) -> dict[str, Any]:
+    from fanout.engine.qemu.accel import probe
+    from fanout.engine.qemu.image import find
+
+    image = find(values.cache_dir)
+    if image is None:
+        return _check("kvm", "note", "only a VM that boots tells, and there is no kernel for one yet")
+    found = probe(values.cache_dir, image)
+    return _check("kvm", "ok" if found.kvm else "note", found.reason, kvm=found.kvm)
+
+
+def _qemu(values: Settings) -> dict[str, Any]:
+    from fanout.engine.qemu.command import find_qemu
+    from fanout.engine.qemu.image import find
+    from fanout.engine.qemu.share import find_virtiofsd
+
+    find_qemu()
+    find_virtiofsd()
+    if find(values.cache_dir) is None:
+        return _check("qemu", "note", "QEMU and virtiofsd are here, a kernel for VMs is not: `fanout doctor --fix`")
+    return _engine(values, "qemu")
 
 
 def _engine(values: Settings, name: str) -> dict[str, Any]:

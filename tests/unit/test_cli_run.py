@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from fanout.cli import demo_source
 from fanout.cli.root import cli
-from fanout.errors import Corrupt
+from fanout.errors import Corrupt, EngineUnavailable
 
 Cli = Callable[..., Result]
 
@@ -258,6 +258,40 @@ def test_doctor(fanout: Cli) -> None:
     text = fanout("doctor").stdout
     assert "ok  bubblewrap" in text
     assert "ok  store" in text
+
+
+def test_doctor_says_what_vms_lack_and_fetches_nothing_unasked(fanout: Cli) -> None:
+    checks = {each["check"]: each for each in parsed(fanout("doctor", "--json"))["checks"]}
+    assert checks["image"]["state"] == checks["kvm"]["state"] == "note"
+    assert "fanout doctor --fix" in checks["image"]["text"]
+    assert checks["qemu"]["state"] in ("note", "bad")  # bad: no QEMU is installed
+
+
+def test_doctor_fixes(fanout: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def missing() -> str:
+        if done:
+            return "found"
+        raise EngineUnavailable("there is none")
+
+    monkeypatch.setattr("fanout.engine.qemu.command.find_qemu", missing)
+    monkeypatch.setattr("fanout.engine.qemu.share.find_virtiofsd", missing)
+    monkeypatch.setattr("fanout.engine.qemu.packages.install", lambda names, say: done.extend(names))
+    monkeypatch.setattr("fanout.engine.qemu.image.assemble", lambda cache, say: say("assembled"))
+    assert "assembled" in fanout("doctor", "--fix").stderr
+    assert done == ["qemu-system-x86"]
+
+
+def test_doctor_says_what_to_install_where_it_may_not(fanout: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise EngineUnavailable("there is none")
+
+    monkeypatch.setattr("fanout.engine.qemu.command.find_qemu", missing)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert (
+        "as root: apt-get install --no-install-recommends qemu-system-x86" in fanout("doctor", "--fix", code=69).stderr
+    )
 
 
 @pytest.mark.soak

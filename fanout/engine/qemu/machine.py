@@ -493,15 +493,19 @@ class Machine:
     def _fail(self, what: str) -> NoReturn:
         """Kill the VM and raise what happened, with the end of the console."""
         self._dispose()
-        tail = bytes(self._console_tail[-SHOWN_BYTES:]).decode(errors="replace").strip()
-        shown = "".join(c if c.isprintable() or c == "\n" else "?" for c in tail)
+        tail = bytes(self._console_tail[-SHOWN_BYTES:]).decode(errors="replace")
+        lines = (line.strip() for line in tail.splitlines())
+        shown = "".join(c if c.isprintable() else "?" for c in " / ".join(filter(None, lines)))
         raise EngineUnavailable(f"the virtual machine failed: {what}" + (f"; its console: {shown}" if shown else ""))
 
     def _dispose(self) -> None:
         """Make sure that QEMU is dead and nothing of it is held."""
         if self._hypervisor is not None:
             self._hypervisor.kill()
-            self._hypervisor.wait(DEATH_S)
+            try:
+                self._hypervisor.wait(DEATH_S)
+            except subprocess.TimeoutExpired as error:
+                raise EngineUnavailable(f"QEMU is still there {DEATH_S:.0f} s after it was killed") from error
         if self._console is not None:
             while _ready(self._console, select.POLLIN, 0) and self._read_console():
                 pass

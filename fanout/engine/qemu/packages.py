@@ -1,7 +1,7 @@
 """Files from packages of this host's distribution, without installing them and without being root.
 
-Owns the use of apt and dpkg, and as root the installing of programs. Where the package lists are missing or old, fresh ones are fetched into a directory of
-our own; signatures are apt's to check. Blocking.
+Owns the use of apt and dpkg, and as root the installing of programs. Where the package lists are missing or old, fresh
+ones are fetched into a directory of our own; signatures are apt's to check. Blocking.
 """
 
 from __future__ import annotations
