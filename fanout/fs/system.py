@@ -25,12 +25,13 @@ from fanout.errors import Conflict, FanoutError, NotFound
 from fanout.fs.file import FanoutFile, FanoutTransaction, Staged
 from fanout.fs.infos import Info, of_entry
 from fanout.fs.names import os_error, place_of, refusal
-from fanout.fs.reading import ReadableDisks, concurrently
+from fanout.fs.reading import concurrently
+from fanout.fs.trees import Trees
 
 __all__ = ["FanoutFileSystem"]
 
 
-class FanoutFileSystem(ReadableDisks):
+class FanoutFileSystem(Trees):
     """Disks for fsspec: `fanout://disk/path`, `fanout://disk@branch/path`, `fanout://disk@checkpoint/path` (read-only).
 
     `api_key`, `store`, `engine` and further settings are those of `fanout.connect`; nothing is opened before the first

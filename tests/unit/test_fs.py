@@ -486,6 +486,64 @@ def test_put_and_get_keep_modes_and_tell_how_far_they_are(fs: FanoutFileSystem, 
     assert kept.getvalue() == b"#!/bin/sh\n" * 100
 
 
+def test_a_directory_goes_as_a_whole(fs: FanoutFileSystem, fo: fanout.sync.Fanout, tmp_path: Path) -> None:
+    top = tmp_path / "top"
+    (top / "a/b").mkdir(parents=True)
+    (top / "a/b/f").write_bytes(b"f")
+    (top / "g").write_bytes(b"g")
+    callback = fsspec.callbacks.Callback()
+    fs.put(str(top), "ws/new", recursive=True, callback=callback)
+    assert commits(fo) == 1
+    assert (callback.size, callback.value) == (2, 2)
+    fs.put(str(top), "ws/new", recursive=True)  # into it, now that it is there
+    fs.put(str(top) + "/", "ws/new2/", recursive=True)
+    assert commits(fo) == 3
+    fs.cp("ws/new", "ws/copy", recursive=True)
+    fs.cp("ws/new/top/", "ws/copy2/", recursive=True)
+    assert commits(fo) == 5
+    within = ["a/b/f", "g"]
+    assert fs.find("ws") == sorted(
+        f"ws/{top}/{name}" for top in ("copy", "copy/top", "copy2", "new", "new/top", "new2") for name in within
+    )
+    fs.get("ws/copy2", str(tmp_path / "got"), recursive=True)
+    (tmp_path / "there").mkdir()
+    fs.get("ws/copy2", str(tmp_path / "there"), recursive=True)
+    fs.get("ws/copy2/", str(tmp_path / "there"), recursive=True)
+    fs.get("ws", str(tmp_path / "all"), recursive=True)
+    for place in ("got", "there", "there/copy2", "all/new/top"):
+        assert (tmp_path / place / "a/b/f").read_bytes() == b"f"
+        assert (tmp_path / place / "g").read_bytes() == b"g"
+
+
+def test_a_directory_that_is_not_plain_goes_file_by_file_and_whole(fs: FanoutFileSystem, tmp_path: Path) -> None:
+    top = tmp_path / "top"
+    top.mkdir()
+    (top / "f").write_bytes(b"f")
+    (top / "link").symlink_to("f")
+    (top / ".fanoutignore").write_text("f\n")
+    fs.put(str(top), "ws/put", recursive=True)
+    assert fs.cat("ws/put/link") == fs.cat("ws/put/f") == b"f"
+    assert "islink" not in fs.info("ws/put/link")
+    fs.pipe("ws/file", b"precious")
+    with pytest.raises(NotADirectoryError):
+        fs.put(str(top), "ws/file/below", recursive=True)
+    os.unlink(top / "link")
+    os.unlink(top / ".fanoutignore")
+    with pytest.raises(NotADirectoryError):
+        fs.put(str(top), "ws/file/below", recursive=True)
+    with pytest.raises(FileNotFoundError):
+        fs.put(str(top), "nodisk/x", recursive=True)
+    with pytest.raises(FileNotFoundError):
+        fs.get("ws/gone", str(tmp_path / "x"), recursive=True)
+    with pytest.raises(FileNotFoundError):
+        fs.cp("ws/gone", "ws/x", recursive=True)
+    assert fs.cat("ws/file") == b"precious"
+    with fs.transaction:
+        fs.put(str(top), "ws/later", recursive=True)
+        assert not fs.exists("ws/later/f")
+    assert fs.cat("ws/later/f") == b"f"
+
+
 # -- transactions ----------------------------------------------------------------------------------------------------
 
 
