@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -75,4 +76,5 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # servers that were started end with it, too
     raise SystemExit(main())
