@@ -277,5 +277,22 @@ def test_http2_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
     monkeypatch.setitem(sys.modules, "h2", None)
-    with pytest.raises(Invalid, match="http2"):
+    with pytest.raises(Invalid, match="h2"):
         anyio.run(RemoteFanout(Settings(url="http://127.0.0.1:1", http2=True)).open)
+
+
+def test_proxies_are_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fanout.client.pool import _proxy_for
+
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    assert _proxy_for("http://far.example:7070") is None
+    monkeypatch.setenv("http_proxy", "proxy.example:3128")
+    monkeypatch.setenv("no_proxy", "near.example,127.0.0.1")
+    assert _proxy_for("http://far.example:7070") == "http://proxy.example:3128"
+    assert _proxy_for("https://far.example") is None
+    assert _proxy_for("http://near.example") is None
+    assert _proxy_for("http://127.0.0.1:7070") is None
+    monkeypatch.setenv("all_proxy", "http://proxy.example:1")
+    assert _proxy_for("https://far.example") == "http://proxy.example:1"
