@@ -11,6 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
+from fanout import wire
 from fanout.api import Disk, Fanout
 from fanout.errors import FanoutError, Invalid, NotFound, Unavailable
 from fanout.model import Run
@@ -243,3 +244,26 @@ async def test_case_11_cancelled_at_the_end(tmp_path: Path, key: str, lands: boo
         assert scope.cancelled_caught
         assert [o.key async for o in disk.list_objects()] == (["f"] if lands else [])
         assert (await fo.exec("true", disks={"w": disk})).ok
+
+
+async def test_a_key_remembers_the_commit_that_was_under_way_when_its_caller_left(tmp_path: Path) -> None:
+    """Embedded only: it looks into the store. A client whose connection broke then sends the call again, so."""
+    store = Faulty(MemoryStore(), Fault("slow", "create", "/log/", times=1000, seconds=0.3))
+    key = wire.AUTOMATIC + "once"
+    async with connected(store, tmp_path / "cache") as fo:
+        disk = await fo.disks.create("ws")
+        assert (await fo.exec("true")).ok  # the engine's first start may take its time
+        async with anyio.create_task_group() as group:
+            with anyio.CancelScope() as scope:
+
+                async def cancel() -> None:
+                    await until(lambda: store.fired)
+                    scope.cancel()
+
+                group.start_soon(cancel)
+                await fo.exec("echo x >> f", disks={"w": disk}, idempotency_key=key)
+        assert scope.cancelled_caught
+        run = await fo.exec("echo x >> f", disks={"w": disk}, idempotency_key=key)
+        assert run.commits["w"].seq == 1
+        assert await disk.get_object("f") == b"x\n"
+        assert len([commit async for commit in disk.log()]) == 1
