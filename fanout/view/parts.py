@@ -35,6 +35,8 @@ _GUESSED_BYTES = 8192
 _REMEMBERED_PAGES = 8192
 
 Files = Sequence[tuple[bytes, Node]]
+#: What a page without files of a kind rests on.
+_NOTHING = Rested({}, ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,43 +128,67 @@ class _Arrangement:
     def parts(self) -> list[Part]:
         wanted = self._wanted
         pages = list(self._state.page_refs(wanted.start, wanted.end))
+        kinds = [self._kinds(page) for page in pages]
+        unknown = [page for page, its in zip(pages, kinds, strict=True) if not all(map(self._is_known, its))]
+        loaded = self._state.pages.each(unknown) if len(unknown) > 1 else map(self._state.pages.load, unknown)
+        missing = {page.hash for page in unknown}
         parts: list[Part] = []
         for place, page in enumerate(pages):
             end = pages[place + 1].first if place + 1 < len(pages) else None
-            parts += self._page(page, end)
+            files: Files | None = None
+            if page.hash in missing:
+                if self._stopped():
+                    raise Stopped
+                files = [item for item in next(loaded) if searchable(item[1])]
+                if self._is_little(files):
+                    continue
+            for identity in kinds[place]:
+                parts += self._parts_of(identity, page, end, files)
         self.known.bases.use(self._bases)
         self._add_changes()
         return [*self._patches(), *_joined(parts)]
 
     # -- pages -------------------------------------------------------------------------------------------------
 
-    def _page(self, page: PageRef, end: bytes | None) -> Iterator[Part]:
+    def _kinds(self, page: PageRef) -> list[str]:
+        """Return the names of the scan files that a page has, as far as that is known without looking into it."""
         name = page.hash.hex()[:48]
-        left_out = self._scans.left_out(f"{name}-text")
-        binary = self._wanted.binary and left_out != 0
-        kinds: tuple[Kind, ...] = ("text", "binary") if binary else ("text",)
-        absent = [kind for kind in kinds if not self._scans.has(f"{name}-{kind}")]
-        files: Files = ()
-        if absent and not all(self._is_rested(f"{name}-{kind}") for kind in absent):
-            files = [item for item in self._state.pages.load(page) if searchable(item[1])]
-            if self._is_little(files):
-                return
-        for kind in kinds:
-            identity = f"{name}-{kind}"
-            if kind not in absent:
-                yield self._base(kind, identity, page, end, files, here=True)
-                continue
+        text = f"{name}-text"
+        if not self._wanted.binary or self._scans.left_out(text) == 0:
+            return [text]
+        return [text, f"{name}-binary"]
+
+    def _is_known(self, identity: str) -> bool:
+        """Whether a scan file is there, or what it would rest on."""
+        if self._scans.has(identity):
+            return True
+        rested = self.known.rested.get(identity)
+        return rested is not None and all(self._hold(base) is not None for base in rested.live)
+
+    def _parts_of(self, identity: str, page: PageRef, end: bytes | None, files: Files | None) -> Iterator[Part]:
+        """Yield what holds a page's files of one kind; `files` are all of them, where they had to be looked at."""
+        kind: Kind = "binary" if identity.endswith("binary") else "text"
+        if self._scans.has(identity):
+            yield self._base(kind, identity, page, end, here=True)
+            return
+        rested = self.known.rested.get(identity)
+        if files is not None:
             mine = [item for item in files if is_binary(item[1]) == (kind == "binary")]
-            if files and not mine and kind == "binary":
-                continue
-            rested = self._rest(kind, identity, mine, page, end)
-            if rested is None or not rested.live:
+            rested = self._rest(kind, identity, mine, page, end) if mine or kind == "text" else _NOTHING
+            if rested is None or (mine and not rested.live):
                 copies = rested.copies if rested is not None else {}
-                yield self._base(kind, identity, page, end, files, here=False, copies=copies)
-                continue
-            for base, live in rested.live.items():
-                yield Part(kind, base, page.first, end, _never, True, self.held[base].scan.size, live)
-            self._patched.update(item for item in rested.missing if item[0] not in self._state.changes)
+                yield self._base(kind, identity, page, end, here=False, copies=copies)
+                return
+            self.known.rested[identity] = Rested(rested.live, rested.missing)
+        if rested is None:  # evicted just now
+            yield self._base(kind, identity, page, end, here=False)
+            return
+        self.known.rested.move_to_end(identity)
+        while len(self.known.rested) > _REMEMBERED_PAGES:
+            self.known.rested.popitem(last=False)
+        for base, live in rested.live.items():
+            yield Part(kind, base, page.first, end, _never, True, self.held[base].scan.size, live)
+        self._patched.update(item for item in rested.missing if item[0] not in self._state.changes)
 
     def _is_little(self, files: Files) -> bool:
         """Whether so little of a page is wanted that it is patched instead of building its scan file."""
@@ -178,13 +204,13 @@ class _Arrangement:
         identity: str,
         page: PageRef,
         end: bytes | None,
-        files: Files,
         *,
         here: bool,
         copies: Mapping[int, Copy] | None = None,
     ) -> Part:
         def build(fd: int) -> int:
-            found = files or [item for item in self._state.pages.load(page, keep=False) if searchable(item[1])]
+            # Loaded again, if need be: the files of all pages at once would be too many to keep.
+            found = [item for item in self._state.pages.load(page) if searchable(item[1])]
             mine = [item for item in found if is_binary(item[1]) == (kind == "binary")]
             left_out = len(found) - len(mine)
             return write_scan(
@@ -195,26 +221,13 @@ class _Arrangement:
         size = (self._scans.size_of(identity) if here else None) or page.count * _GUESSED_BYTES
         return Part(kind, identity, page.first, end, build, here, size)
 
-    def _is_rested(self, identity: str) -> bool:
-        rested = self.known.rested.get(identity)
-        return rested is not None and all(self._hold(base) is not None for base in rested.live)
-
     def _rest(self, kind: Kind, identity: str, files: Files, page: PageRef, end: bytes | None) -> Rested | None:
-        known = self.known.rested.get(identity)
-        if known is not None and self._is_rested(identity):
-            self.known.rested.move_to_end(identity)
-            return known
         scans: dict[str, Scan] = {}
         for base in self.known.bases.near(kind, page.first, end):
-            held = self._hold(base)
+            held = self._hold(base) if base != identity else None
             if held is not None:
                 scans[base] = held.scan
-        rested = rest(files, scans) if scans else None
-        if rested is not None and rested.live:
-            self.known.rested[identity] = Rested(rested.live, rested.missing)
-            while len(self.known.rested) > _REMEMBERED_PAGES:
-                self.known.rested.popitem(last=False)
-        return rested
+        return rest(files, scans) if scans else None
 
     def _hold(self, identity: str) -> Held | None:
         held = self.held.get(identity) or self._scans.hold_if_there(identity)
