@@ -14,7 +14,8 @@ __all__ = ["open_engine"]
 def open_engine(settings: Settings) -> Engine:
     """Return the engine the settings name; `auto` takes qemu where VMs run with KVM, else bubblewrap.
 
-    Its `name` says which. Whether it works shows in `Engine.probe`.
+    Its `name` says which. Whether it works shows in `Engine.probe`. `auto` fetches and builds nothing: where no guest
+    was made ready (by `fanout doctor --fix`, or by an exec of engine `qemu`) it is bubblewrap.
     """
     if settings.engine == "bubblewrap":
         return _bubblewrap(settings)
@@ -45,15 +46,18 @@ def _qemu(settings: Settings) -> Engine:
 
 
 def _has_kvm(settings: Settings) -> bool:
-    """Say whether VMs run with KVM here, and all that the qemu engine needs is there."""
+    """Say whether VMs run with KVM here, and all that the qemu engine needs is there already."""
     if not os.access("/dev/kvm", os.R_OK | os.W_OK):
         return False
     from fanout.engine.qemu import accel, image
     from fanout.engine.qemu.share import find_virtiofsd
 
+    found = image.find(settings.cache_dir)
+    if found is None:
+        return False
     try:
         find_virtiofsd()
-        return accel.choose(settings.cache_dir, image.assemble(settings.cache_dir)) == "kvm"
+        return accel.choose(settings.cache_dir, found) == "kvm"
     except EngineUnavailable:
         return False
 
