@@ -31,17 +31,16 @@ class FanoutFile(AbstractBufferedFile):  # type: ignore[misc]
 
     def __init__(self, fs: FanoutFileSystem, path: str, mode: str = "rb", **options: Any) -> None:
         self.staged: Staged | None = None
-        self._appended_to = mode == "ab"
-        if mode != "rb":
-            found = sync(fs.loop, fs._to_write, path, mode)
-            self._appended_to = mode == "ab" and found is not None
+        before = None if mode == "rb" else sync(fs.loop, fs._to_write, path, mode)
+        self._appended_to = before is not None
         super().__init__(fs, path, mode, **options)
-        if self._appended_to:
-            self.loc = found["size"]
+        if before is not None:
+            self.loc = before["size"]
 
     def _fetch_range(self, start: int, end: int) -> bytes:
-        data: bytes = self.fs.cat_file(self.path, start=start, end=end)
-        if len(data) < self.size:
+        whole = start == 0 and end >= self.size
+        data: bytes = self.fs.cat_file(self.path, start=start, end=None if whole else end)
+        if not whole or len(data) != self.size:
             self.fs.check_unchanged(self.path, self.details)
         return data
 

@@ -307,6 +307,11 @@ def test_a_file_is_read_in_blocks_and_a_change_meanwhile_is_an_error(fs: FanoutF
         assert file.read(1000) == data[:1000]
         fs.pipe("ws/f", data[::-1])
         assert error_of(lambda: file.read(1000)).errno == errno.ESTALE
+    for changed in (b"short", data * 2):
+        with fs.open("ws/f") as file:  # in one block
+            fs.pipe("ws/f", changed)
+            assert error_of(lambda: file.read()).errno == errno.ESTALE
+        fs.pipe("ws/f", data[::-1])
     with fs.open("ws/f", block_size=1000, cache_type="none") as file:
         assert pickle.loads(pickle.dumps(file)).read() == data[::-1]
 
