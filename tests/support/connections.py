@@ -24,8 +24,12 @@ from tests.support.serving import Running
 async def connected(
     store: Store, cache_dir: Path, *, runtime: Runtime = system, **settings: object
 ) -> AsyncIterator[Fanout]:
-    """Open an embedded connection on a store and a cache directory of its own."""
-    loaded = Settings.load({}, store="memory://", cache_dir=cache_dir, author="tester", **settings)
+    """Open an embedded connection on a store and a cache directory of its own.
+
+    On namespaces unless told otherwise: whether VMs run here is found out by booting one, once a cache directory.
+    """
+    given = {"engine": "bubblewrap", **settings}
+    loaded = Settings.load({}, store="memory://", cache_dir=cache_dir, author="tester", **given)
     async with LocalFanout(loaded, store=store, runtime=runtime) as fo:
         yield fo
 
