@@ -306,7 +306,9 @@ class Spawner:
     def hand_over(self, sandbox: Sandbox) -> None:
         """Give a sandbox that is made to whoever asked for it."""
         sandbox.up = True
-        _send(sandbox.reply, ("up", sandbox.monitor, sandbox.init), (sandbox.init_fd, sandbox.status, sandbox.hold))
+        not_mapped = "not root" if self.users is None else self.users.why
+        up = ("up", sandbox.monitor, sandbox.init, not_mapped)
+        _send(sandbox.reply, up, (sandbox.init_fd, sandbox.status, sandbox.hold))
         self.unwatch_status(sandbox)
 
     def unwatch_status(self, sandbox: Sandbox) -> None:

@@ -244,7 +244,7 @@ class Spawner:
             if message[1]:
                 raise EngineUnavailable(message[1])
             return None
-        _, monitor, init = message
+        _, monitor, init, self.not_mapped = message
         if len(fds) < 3:
             for fd in fds:
                 os.close(fd)
