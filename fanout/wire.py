@@ -43,6 +43,7 @@ __all__ = [
     "INSTANCE",
     "MAX_FRAME_BYTES",
     "MAX_PATHS",
+    "MAX_PATHS_BYTES",
     "NDJSON",
     "PREFIX",
     "RETRY_OF",
@@ -60,6 +61,7 @@ __all__ = [
     "Merging",
     "Moving",
     "Verifying",
+    "batches",
     "decode_header",
     "decode_looking",
     "decode_nodes",
@@ -101,10 +103,12 @@ AUTOMATIC = "auto-"
 #: Of answers: the server process that gave it. `RETRY_OF`, of requests: this may have reached that process before.
 INSTANCE = "Fanout-Instance"
 RETRY_OF = "Fanout-Retry-Of"
-#: The longest frame, and so the largest inline pack or batch of nodes.
-MAX_FRAME_BYTES = 16 << 20
-#: How many paths are looked up in one call.
-MAX_PATHS = 10_000
+#: The longest frame, and so the largest inline pack or batch of nodes: that of one file of about 4 TiB.
+MAX_FRAME_BYTES = 64 << 20
+#: How many paths are looked up in one call, and how many bytes of them.
+MAX_PATHS, MAX_PATHS_BYTES = 10_000, 8 << 20
+#: Nodes and runs of files that go together.
+_BATCH_WEIGHT = 1024
 
 T = TypeVar("T", bound=Value)
 
@@ -542,6 +546,20 @@ class Frames:
             at += _HEAD.size + length
             yield kind, bytes(self._held[at - length : at])
         del self._held[:at]
+
+
+def batches(nodes: Iterable[tuple[bytes, Node]]) -> Iterator[list[tuple[bytes, Node]]]:
+    """Cut nodes into batches that fit into a frame: some hundred files, fewer of large ones."""
+    batch: list[tuple[bytes, Node]] = []
+    weight = 0
+    for item in nodes:
+        batch.append(item)
+        weight += 1 + len(item[1].data)
+        if weight >= _BATCH_WEIGHT:
+            yield batch
+            batch, weight = [], 0
+    if batch:
+        yield batch
 
 
 def encode_nodes(nodes: Iterable[tuple[bytes, Node]]) -> bytes:

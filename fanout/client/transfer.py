@@ -49,7 +49,6 @@ __all__ = ["download", "put", "upload"]
 T = TypeVar("T")
 #: Smaller packs than an embedded connection makes: one is what has to be sent again after a cut.
 _TUNING = Tuning(pack_bytes=8 << 20)
-_BATCH = 512
 #: What is handed to a connection at once: it keeps a copy of what it has not sent.
 _SLICE = 256 << 10
 _ATTEMPTS = 8
@@ -162,18 +161,24 @@ class _Far:
 
     def nodes(self, paths: Iterable[bytes]) -> Mapping[bytes, Node]:
         """Return the nodes of those paths that are there, all as of one commit."""
-        todo = list(paths)
         found: dict[bytes, Node] = {}
-        for at in range(0, max(len(todo), 1), wire.MAX_PATHS):
-            body = wire.encode_paths(todo[at : at + wire.MAX_PATHS])
-            query = {"line": self._line, "seq": self.seq}
-            answer = self._call(
-                lambda query=query, body=body: self._http.fetch("POST", f"{self._path}/nodes", query, content=body)  # type: ignore[misc]
-            )
-            looked = wire.decode_looking(answer, self._http.url)
-            self.seq = looked.seq
-            found.update(looked.nodes)
+        batch: list[bytes] = []
+        size = 0
+        for path in paths:
+            if len(batch) == wire.MAX_PATHS or size + len(path) > wire.MAX_PATHS_BYTES:
+                found.update(self._look_up(batch))
+                batch, size = [], 0
+            batch.append(path)
+            size += len(path)
+        found.update(self._look_up(batch))  # none, perhaps: it is what tells the commit
         return found
+
+    def _look_up(self, paths: list[bytes]) -> tuple[tuple[bytes, Node], ...]:
+        body, query = wire.encode_paths(paths), {"line": self._line, "seq": self.seq}
+        answer = self._call(lambda: self._http.fetch("POST", f"{self._path}/nodes", query, content=body))
+        looked = wire.decode_looking(answer, self._http.url)
+        self.seq = looked.seq
+        return looked.nodes
 
     def tree(self, path: bytes) -> _FarTree:
         """Begin to read the tree at `path`."""
@@ -286,8 +291,8 @@ async def _frames(nodes: list[tuple[bytes, Node]], blobs: Mapping[bytes, bytes])
     """Yield the body of a commit."""
     for pack, data in blobs.items():
         yield wire.frame(b"B", pack + data)
-    for at in range(0, len(nodes), _BATCH):
-        yield wire.frame(b"N", wire.encode_nodes(nodes[at : at + _BATCH]))
+    for batch in wire.batches(nodes):
+        yield wire.frame(b"N", wire.encode_nodes(batch))
     yield wire.frame(b"E")
 
 

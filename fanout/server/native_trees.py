@@ -7,7 +7,7 @@ commit refers to it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -38,7 +38,6 @@ T = TypeVar("T")
 _FRAMES = "application/vnd.fanout.frames"
 _MSGPACK = "application/vnd.msgpack"
 _BINARY = "application/octet-stream"
-_BATCH = 512
 #: The longest piece of a pack that is read in one call.
 _MAX_PIECE = 64 << 20
 
@@ -144,27 +143,16 @@ def _tree(line: LocalDisk, path: bytes, after: bytes) -> Iterator[bytes]:
     if node is None:
         return
     blobs, sent = state.blob_bytes(), set[bytes]()
-    batch: list[tuple[bytes, Node]] = []
-
-    def frames() -> Iterator[bytes]:
+    nodes: Iterable[tuple[bytes, Node]] = [(path, node)]
+    if node.kind == DIR:
+        begin = max(after + b"\0" if after else b"", path + b"/" if path else b"\x01")
+        nodes = state.scan(begin, path + b"0" if path else None, whole=True)
+    for batch in wire.batches(nodes):
         for pack in {ref.pack for _, item in batch for ref in item.data}:
             if pack in blobs and pack not in sent:
                 sent.add(pack)
                 yield wire.frame(b"B", pack + blobs[pack])
         yield wire.frame(b"N", wire.encode_nodes(batch))
-        batch.clear()
-
-    if node.kind != DIR:
-        batch.append((path, node))
-    else:
-        begin = max(after + b"\0" if after else b"", path + b"/" if path else b"\x01")
-        end = path + b"0" if path else None
-        for item in state.scan(begin, end, whole=True):
-            batch.append(item)
-            if len(batch) == _BATCH:
-                yield from frames()
-    if batch:
-        yield from frames()
 
 
 class _Sent(NamedTuple):

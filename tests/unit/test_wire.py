@@ -221,6 +221,19 @@ def test_frames_in_pieces(size: int, beats: bool) -> None:
     assert wire.decode_header(heard[0][1], "here") == wire.Header(7, b"d", NODES[0][1])
 
 
+def test_batches_fit_into_frames() -> None:
+    ref = Ref(b"p" * 16, 1 << 40, 1 << 22, 1 << 22, b"h" * 32)
+    small = [(b"%06d" % i, Node(FILE, 0o644, 1)) for i in range(3000)]
+    large = [(b"x%06d" % i, Node(FILE, 0o644, 1, 700 << 22, (ref,) * 700)) for i in range(20)]
+    found = list(wire.batches(small + large))
+    assert [item for batch in found for item in batch] == small + large
+    assert max(len(wire.encode_nodes(batch)) for batch in found) < 1 << 20
+    assert len(found) < 20
+    huge = Node(FILE, 0o644, 1, 1 << 42, (ref,) * (1 << 20))
+    assert len(wire.encode_nodes([(b"f", huge)])) < 1.2 * wire.MAX_FRAME_BYTES
+    assert list(wire.batches([])) == []
+
+
 def test_what_is_no_frame() -> None:
     for data in (b"Z\0\0\0\0", b"N\xff\xff\xff\xff", b"<html>"):
         with pytest.raises(Corrupt, match="here"):
