@@ -86,7 +86,7 @@ class _Plan(NamedTuple):
 
 
 _PLANS = {
-    "full": _Plan(None, 9, _EDITS, _COPIES, True), "quick": _Plan(4_000, 5, 100, 0, False),
+    "full": _Plan(None, 5, _EDITS, _COPIES, True), "quick": _Plan(4_000, 5, 100, 0, False),
     "smallest": _Plan(150, 1, 5, 0, False),
 }  # fmt: skip
 

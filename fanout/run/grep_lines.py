@@ -18,6 +18,9 @@ from fanout.view.scan import Scan
 __all__ = ["Collector", "Found", "read_lines"]
 
 
+_STEP = 1 << 20
+
+
 class Found(NamedTuple):
     """A matching line, or with output "count" and "files" a file (`place` 0). Sorts by path, then place."""
 
@@ -87,7 +90,7 @@ def _lines_of(data: mmap.mmap, scan: Scan, row: int, offsets: list[int], query: 
     start, end = scan.span(row)
     line, at = 1, start
     for offset in offsets:
-        line += data[at:offset].count(b"\n")
+        line += _newlines(data, at, offset)
         at = offset
         stop = _line_end(data, offset, end)
         text, raw, truncated = _text(data[offset : min(stop, offset + query.max_line_bytes + 4)], stop - offset, query)
@@ -102,6 +105,11 @@ def _lines_of(data: mmap.mmap, scan: Scan, row: int, offsets: list[int], query: 
             count=None,
         )
         yield Found(path, line, match)
+
+
+def _newlines(data: mmap.mmap, start: int, end: int) -> int:
+    """Count newlines a piece at a time: what is counted is copied first."""
+    return sum(data[at : min(at + _STEP, end)].count(b"\n") for at in range(start, end, _STEP))
 
 
 def _line_end(data: mmap.mmap, start: int, end: int) -> int:

@@ -13,6 +13,7 @@ from the tree alone (but for the last), so that runs can be written in any order
 
 from __future__ import annotations
 
+import codecs
 import os
 from array import array
 from bisect import bisect_left, bisect_right
@@ -40,6 +41,7 @@ _WIDE = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}
 _HOLE_BYTES = 64 << 10
 _THREADS = 4
 _COUNTS = 8
+_STEP = 1 << 20
 _CREATE = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 _VERSION = 1
 
@@ -328,11 +330,17 @@ class _Build:
             if not self._flags[number] & DECODED:
                 continue
             start, end = self._starts[number], self._starts[number + 1] - 1
-            raw = os.pread(self.fd, end - start, start)
-            text = raw[2:].decode(_WIDE[raw[:2]], "replace").encode("utf-8", "replace")
-            self._flags[number] = DECODED | (HAS_NUL if b"\0" in text else 0)
-            self._put([text, b"\n"], self._starts[-1])
-            self._starts.append(self._starts[-1] + len(text) + 1)
+            decoder = codecs.getincrementaldecoder(_WIDE[os.pread(self.fd, 2, start)])("replace")
+            at = self._starts[-1]
+            self._flags[number] = DECODED
+            for place in range(start + 2, end + 1, _STEP):  # the last piece may be empty: it ends the decoding
+                raw = os.pread(self.fd, min(_STEP, end - place), place)
+                text = decoder.decode(raw, place + _STEP > end).encode("utf-8", "replace")
+                self._flags[number] |= HAS_NUL if b"\0" in text else 0
+                self._put([text], at)
+                at += len(text)
+            self._put([b"\n"], at)
+            self._starts.append(at + 1)
             decoded.append(number)
         return tuple(decoded)
 

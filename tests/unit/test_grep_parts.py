@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from itertools import pairwise
@@ -17,8 +18,11 @@ from fanout.run.globs import Globs
 from fanout.run.grep_plan import split
 from fanout.run.needs import Need, needs_of_literal, needs_of_regex, word_expressions
 from fanout.run.ripgrep import program
+from fanout.store.memory import MemoryStore
+from fanout.view import scan
 from fanout.view.parts import Part
 from fanout.view.words import write_words
+from tests.support.disks import new_disk
 
 
 @pytest.mark.parametrize(
@@ -197,3 +201,28 @@ def test_what_is_to_be_fetched_is_searched_in_small_shards() -> None:
     small = [sum(each.size for each in shard.parts) for shard in shards if not shard.parts[0].here]
     assert len(small) > 8
     assert max(small) <= 40 << 20
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"a", b"ab", b"a\0b\0\n\0", "é\n☕x".encode("utf-16-le"), b"\x00\xd8a\0", b"a\0b"]
+)
+@pytest.mark.parametrize("step", [1, 2, 3, 1 << 20])
+def test_utf16_is_decoded_a_piece_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, step: int
+) -> None:
+    monkeypatch.setattr(scan, "_STEP", step)
+    disk = new_disk(MemoryStore())
+    for name, content in ((b"f", b"\xff\xfe" + data), (b"g", b"plain")):
+        disk.put_object(disk.point(), name, content, 0o644)
+    state = disk.point().state()
+    fd = os.open(tmp_path, os.O_RDONLY)
+    try:
+        scan.write_scan(fd, list(state.below(b"")), disk.reader, state.blob_bytes())
+    finally:
+        os.close(fd)
+    opened = scan.open_scan(str(tmp_path))
+    start, end = opened.span(2)
+    assert (opened.files, opened.path(2), opened.in_order) == (2, b"f", False)
+    assert (tmp_path / "data").read_bytes()[start:end] == data.decode("utf-16-le", "replace").encode()
+    assert opened.span(0)[0] == opened.span(0)[1]
+    assert opened.row_at(end) == 2
