@@ -13,6 +13,7 @@ import msgspec
 import zstandard
 
 from fanout.errors import Corrupt
+from fanout.format.contexts import compressed, decompressed
 
 __all__ = [
     "BRANCH",
@@ -43,7 +44,6 @@ KEY, MASTER, CLAIM, OUTCOME = b"A", b"M", b"Q", b"O"  # K is a kept record (trim
 _MAGIC = b"FAN"
 _HEADER = 4 + 1 + 16
 _MAX_RAW = 1 << 30
-_LEVEL = 1
 _SKIPPABLE = 0x184D2A50
 
 _encoder = msgspec.msgpack.Encoder()
@@ -55,7 +55,7 @@ def encode(kind: bytes, value: object, salt: bytes = b"") -> bytes:
 
     A `salt` follows as a zstd skippable frame, which every reader skips.
     """
-    payload = zstandard.ZstdCompressor(level=_LEVEL).compress(_encoder.encode(value))
+    payload = compressed(_encoder.encode(value))
     if salt:
         payload += struct.pack("<II", _SKIPPABLE, len(salt)) + salt
     return b"".join((_MAGIC, kind, bytes([VERSION]), hashlib.sha256(payload).digest()[:16], payload))
@@ -78,7 +78,7 @@ def decode(kind: bytes, data: bytes, decoder: msgspec.msgpack.Decoder[T], key: s
     if hashlib.sha256(payload).digest()[:16] != data[5:_HEADER]:
         raise Corrupt(f"{key}: checksum mismatch")
     try:
-        raw = zstandard.ZstdDecompressor().decompress(payload, max_output_size=_MAX_RAW)
+        raw = decompressed(payload, _MAX_RAW)
         return decoder.decode(raw)
     except msgspec.ValidationError as error:
         raise Corrupt(f"{key}: holds what this fanout does not know, as from a newer one ({error})") from error

@@ -18,6 +18,8 @@ import msgspec
 import zstandard
 
 from fanout.errors import Corrupt
+from fanout.format import contexts
+from fanout.format.contexts import compressed, decompressed
 from fanout.format.tree import Ref
 
 __all__ = [
@@ -40,14 +42,9 @@ _TAIL = b"FPKE"
 #: How many bytes at the end of a pack say where its footer begins.
 TRAILER_BYTES = _TRAILER = 16 + 4 + len(_TAIL)
 _SNIFF = 8192
-_LEVEL = 1
 _footer_decoder = msgspec.msgpack.Decoder(tuple[tuple[int, int, int, bytes], ...])
 
 
-#: Idle compression contexts: making one costs more than using it on a small frame. A list's pop and append are
-#: atomic, so any number of threads may share it.
-_compressors: list[zstandard.ZstdCompressor] = []
-_decompressors: list[zstandard.ZstdDecompressor] = []
 #: Whether this build of the library takes many frames in one call (its C extension does).
 _BATCHES = "multi_compress_to_buffer" in zstandard.backend_features
 
@@ -69,7 +66,7 @@ def is_text_pack(identity: bytes) -> bool:
 
 def encode_frame(raw: bytes) -> tuple[bytes, bytes]:
     """Return (frame, sha256 of raw). The frame is `raw` itself unless zstd makes it smaller. Thread safe."""
-    packed = _compressed(raw) if len(raw) > 32 else raw
+    packed = compressed(raw) if len(raw) > 32 else raw
     return (packed if len(packed) < len(raw) else raw), hashlib.sha256(raw).digest()
 
 
@@ -96,7 +93,7 @@ def decode_frame(frame: bytes | memoryview, ref: Ref, where: str) -> bytes:
         elif zstandard.frame_content_size(frame) != ref.raw:  # before a damaged size is allocated
             raise Corrupt(f"{where}: the frame at offset {ref.offset} is not one of {ref.raw} bytes")
         else:
-            raw = _decompressed(frame)
+            raw = decompressed(frame)
     except zstandard.ZstdError as error:
         raise Corrupt(f"{where}: the frame at offset {ref.offset} cannot be decompressed ({error})") from error
     if len(raw) != ref.raw or hashlib.sha256(raw).digest() != ref.hash:
@@ -104,34 +101,11 @@ def decode_frame(frame: bytes | memoryview, ref: Ref, where: str) -> bytes:
     return raw
 
 
-def _compressed(raw: bytes) -> bytes:
-    try:
-        context = _compressors.pop()
-    except IndexError:
-        context = zstandard.ZstdCompressor(level=_LEVEL)
-    packed = context.compress(raw)
-    _compressors.append(context)
-    return packed
-
-
 def _compressed_all(raws: list[bytes]) -> list[bytes]:
-    try:
-        context = _compressors.pop()
-    except IndexError:
-        context = zstandard.ZstdCompressor(level=_LEVEL)
+    context = contexts.compressor()
     segments = context.multi_compress_to_buffer(raws, threads=1)  # type: ignore[arg-type]
-    _compressors.append(context)
+    contexts.give_back(context)
     return [segments[place].tobytes() for place in range(len(segments))]
-
-
-def _decompressed(frame: bytes | memoryview) -> bytes:
-    try:
-        context = _decompressors.pop()
-    except IndexError:
-        context = zstandard.ZstdDecompressor()
-    raw = context.decompress(frame)
-    _decompressors.append(context)
-    return raw
 
 
 class PackBuilder:
@@ -156,7 +130,7 @@ class PackBuilder:
 
     def finish(self) -> bytes:
         """Return the pack's bytes."""
-        footer = zstandard.ZstdCompressor(level=_LEVEL).compress(msgspec.msgpack.encode(self._index))
+        footer = compressed(msgspec.msgpack.encode(self._index))
         check = hashlib.sha256(footer).digest()[:16]
         return b"".join((*self._parts, footer, check, struct.pack("<I", len(footer)), _TAIL))
 
@@ -177,6 +151,6 @@ def decode_footer(pack: bytes, where: str) -> tuple[tuple[int, int, int, bytes],
     if hashlib.sha256(footer).digest()[:16] != pack[-_TRAILER:-8]:
         raise Corrupt(f"{where}: the footer does not match its checksum")
     try:
-        return _footer_decoder.decode(zstandard.ZstdDecompressor().decompress(footer, max_output_size=1 << 28))
+        return _footer_decoder.decode(decompressed(footer, 1 << 28))
     except (zstandard.ZstdError, msgspec.DecodeError) as error:
         raise Corrupt(f"{where}: the footer cannot be decoded ({error})") from error

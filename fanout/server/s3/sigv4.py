@@ -40,7 +40,6 @@ EMPTY_SHA256 = sha256(b"").hexdigest()
 #: Longest life of a presigned request, in seconds.
 MAX_EXPIRES_S = 7 * 24 * 3600
 
-_FIELD = re.compile(r"\s*(\w+)\s*=\s*(.*?)\s*")
 _DATE = re.compile(r"[0-9]{8}T[0-9]{6}Z")
 _SAFE_PATH, _SAFE = "/-_.~", "-_.~"
 _WHOLE = re.compile(r"-?[0-9]{1,9}")
@@ -70,9 +69,8 @@ def claim_of_header(text: str, headers: Mapping[str, str]) -> Claim:
     scheme, _, rest = text.partition(" ")
     fields: dict[str, str] = {}
     for part in rest.split(","):
-        match = _FIELD.fullmatch(part)
-        if match:
-            fields[match[1]] = match[2]
+        name, _, value = part.partition("=")
+        fields[name.strip()] = value.strip()
     if scheme != ALGORITHM or not {"Credential", "SignedHeaders", "Signature"} <= fields.keys():
         raise S3Error("AuthorizationHeaderMalformed", "Credential, SignedHeaders and Signature are needed.")
     date = headers.get("x-amz-date") or headers.get("date", "")
@@ -118,6 +116,7 @@ def _claim(credential: str, signed: str, signature: str, date: str, wrong: str, 
     return Claim(access_key, day, region, names, signature, time, amz_date, expires_s)
 
 
+@lru_cache(maxsize=256)
 def _time(text: str) -> datetime:
     if not _DATE.fullmatch(text):
         return _http_time(text)
