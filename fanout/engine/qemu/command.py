@@ -19,8 +19,9 @@ Acceleration = Literal["kvm", "tcg"]
 
 MIB = 1024 * 1024
 
-#: What QEMU may keep of translated code. Less makes it translate again, more is memory of every VM.
-TRANSLATED_MIB = 32
+#: What QEMU may keep of translated code: as much as an interpreter of some size takes. A copy of a template that runs
+#: little takes little of it.
+TRANSLATED_MIB = 64
 
 #: No PCI, no USB, no graphics: virtio over memory-mapped registers, one serial port. The kernel waits seconds for a
 #: clock (rtc) that is not there.

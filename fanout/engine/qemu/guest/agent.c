@@ -54,7 +54,7 @@ static int open_port(void) {
     for (int i = 0; i < PORT_TRIES; i++) {
         int fd = open_file("/dev/vport0p1", O_RDWR | O_NONBLOCK);
         if (fd >= 0) return fd;
-        if (fd != -ENOENT) die("the agent's port", fd);
+        if (fd != -ENOENT && fd != -ENXIO) die("the agent's port", fd); /* its name can be there before it is */
         sleep_ms(1);
     }
     die("the agent's port", -ENOENT);
