@@ -64,7 +64,13 @@ async def create(call: Call) -> Reply:
         key, call.now_ns(), call.principal.author, posix.mode, posix.uid, posix.gid, kept_headers(call.headers),
         algorithm, kind,
     )  # fmt: skip
-    upload_id = await call.threads(lambda: call.disk.uploads.begin(branch.uuid, record))
+
+
+    def work() -> str:
+        call.point.state()  # a disk that was deleted says so; nothing would ever collect the record
+        return call.disk.uploads.begin(branch.uuid, record)
+
+    upload_id = await call.threads(work)
     headers = []
     if algorithm:
         headers = [
