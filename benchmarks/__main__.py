@@ -21,7 +21,7 @@ from benchmarks.trees import remove
 #: Every workload is a module of this package with an `ABOUT` and a `run`.
 WORKLOADS = (
     "exec_start", "fanout", "commit", "branch", "memory", "cold_start", "scale", "commit_storm", "remote_exec", "s3",
-    "grep",
+    "grep", "microvm",
 )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ mount = bench.writable(bench.directory({"f": "1"}))
 running = engine.start(Spec(["/bin/sleep", "600"], [mount], cwd="/mnt/work"))
 while engine.counts()["ready"] < 1 or engine.counts()["booting"] > 0 and sys.argv[3] == "ready":
     time.sleep(0.01)
-print(engine._host._vms.spawner.pid, engine._host._directory.path, *(p for vm in engine.vms() for p in vm.pids()))
+print(engine._host.vms.spawner.pid, engine._host._directory.path, *(p for vm in engine.vms() for p in vm.pids()))
 sys.stdout.flush()
 time.sleep(600)
 """
@@ -79,7 +79,7 @@ def test_the_killed_spawner_s_vms_end_and_the_next_command_gets_another(tmp_path
         until(lambda: engine.counts()["ready"] == 1, "the pool was not filled")
         pids = [pid for vm in engine.vms() for pid in vm.pids()]
         assert engine._host is not None
-        os.kill(engine._host._vms.spawner.pid, signal.SIGKILL)
+        os.kill(engine._host.vms.spawner.pid, signal.SIGKILL)
         assert running.wait(lambda *_: None).status == "killed"
         completed(bench.run("true", env=ENV))
         until(lambda: gone(pids), "VMs outlive their spawner")

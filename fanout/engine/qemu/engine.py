@@ -137,6 +137,10 @@ class QemuEngine(Engine):
         """Return how many wait for a VM, how many boot, are ready, and run a command."""
         return self._ready().pool.counts()
 
+    def vm_host(self) -> Host:
+        """Return what VMs are made with here, to boot some apart from the pool."""
+        return self._ready().vms
+
     def vms(self) -> Sequence[VM]:
         """Return the VMs there are now, whatever they do; none is booted for this."""
         return self._host.pool.vms() if self._host is not None else ()
@@ -241,7 +245,7 @@ class _Host:
         self.private_mounts = spawner.private_mounts
         seen_at = spawner.seen_at
         pooled = Guest(memory_bytes=engine._memory_bytes, acceleration=self.acceleration)
-        self._vms = Host(
+        self.vms = Host(
             spawner=spawner,
             bwrap=bwrap.replace(home_of(bwrap), seen_at(home_of(bwrap)), 1),
             virtiofsd=self._virtiofsd,
@@ -271,13 +275,13 @@ class _Host:
 
     def forget(self) -> None:
         """In a forked child: all of it is the parent's."""
-        self._vms.spawner.forget()
+        self.vms.spawner.forget()
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
         self.pool.close()
-        self._vms.spawner.close()
+        self.vms.spawner.close()
         self._directory.close()
         if self._etc is not None:
             self._etc.close()
@@ -288,10 +292,10 @@ class _Host:
     def _make(self, guest: Guest) -> VM:
         """Return a VM to be; where the spawner died, and all VMs with it, there is another one."""
         with self._lock:
-            if _is_dead(self._vms.spawner) and not self._closed:
-                self._vms.spawner.close()
-                self._vms = dataclasses.replace(self._vms, spawner=self._new_spawner())
-            return VM(self._vms, guest)
+            if _is_dead(self.vms.spawner) and not self._closed:
+                self.vms.spawner.close()
+                self.vms = dataclasses.replace(self.vms, spawner=self._new_spawner())
+            return VM(self.vms, guest)
 
 
 def _rehearsal(spec: Spec) -> bytes:

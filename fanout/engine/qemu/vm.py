@@ -57,13 +57,17 @@ class Host:
 
 
 class VM:
-    """A VM for one command. `boot`, then `run` or `end`; `kill` from any thread at any time."""
+    """A VM for one command: `boot`, then `send` and `wait`, or `end`; `kill` from any thread at any time.
+
+    `is_taken` says that it was given its command.
+    """
 
     def __init__(self, host: Host, guest: Guest) -> None:
         self._host = host
         self.guest = guest
         self._lock = threading.Lock()
         self._killed = False
+        self.is_taken = False
         self._share: Share | None = None
         self._qemu: Jail | None = None
         self._machine: Machine | None = None
@@ -151,6 +155,7 @@ class VM:
         """Show the mounts and have the command started; `EngineUnavailable` where that fails."""
         assert self._share is not None
         assert self._machine is not None
+        self.is_taken = True
         self._share.attach(mounts)
         self._machine.send(request, stdin)
 
