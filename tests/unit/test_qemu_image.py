@@ -88,6 +88,18 @@ def test_another_agent_is_another_image(tmp_path: Path, makes: list[str], monkey
     assert first.kernel.exists()
 
 
+def test_images_of_old_versions_do_not_pile_up(
+    tmp_path: Path, makes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(image.KEPT + 2):
+        monkeypatch.setattr(image, "source_hash", lambda i=i: f"{i:064x}"[::-1])
+        made = image.assemble(tmp_path)
+        os.utime(made.kernel.parent, (i, i))
+    kept = {path.name[-16] for path in (tmp_path / "qemu").glob(f"{image.PREFIX}*")}
+    assert kept == {"2", "3", "4"}
+    assert image.find(tmp_path) == made
+
+
 def test_a_cache_that_cannot_be_written_is_said(tmp_path: Path, makes: list[str]) -> None:
     (tmp_path / "qemu").write_text("in the way")
     with pytest.raises(EngineUnavailable, match="cannot make the guest's image in"):

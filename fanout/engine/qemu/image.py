@@ -35,7 +35,10 @@ PACKAGES = ("linux-image-cloud-amd64", "linux-image-virtual", "linux-image-amd64
 #: What a metapackage stands for, and what holds the modules where they are apart.
 REAL_PACKAGES = re.compile(r"linux-(image|binary|modules)-(unsigned-)?[0-9].*")
 
-MAKING = "making-"
+PREFIX, MAKING = "image-", "making-"
+
+#: How many are kept, of other versions of fanout on this host: each is some 35 MB.
+KEPT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +99,7 @@ def assemble(cache_dir: Path, say: Callable[[str], None] = lambda line: None) ->
 
 
 def _place(cache_dir: Path) -> Path:
-    return cache_dir / "qemu" / f"image-{FORMAT}-{source_hash()[:16]}"
+    return cache_dir / "qemu" / f"{PREFIX}{FORMAT}-{source_hash()[:16]}"
 
 
 @contextmanager
@@ -132,9 +135,16 @@ def _make(place: Path, say: Callable[[str], None]) -> None:
         _write(made / "manifest.json", json.dumps(manifest, indent=2).encode())
         shutil.rmtree(place, ignore_errors=True)
         os.rename(made, place)
+        _remove_old(place.parent)
         say(f"the guest's image is {version}, in {place}")
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _remove_old(directory: Path) -> None:
+    by_age = sorted(directory.glob(f"{PREFIX}*"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in by_age[KEPT:]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _write(path: Path, content: bytes) -> None:
