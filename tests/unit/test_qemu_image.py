@@ -30,6 +30,7 @@ def makes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         taken.append("kernel")
         return "linux 1", b"the kernel", ({"a": b"module"}, {})
 
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
     monkeypatch.setattr(image, "_kernel", kernel)
     monkeypatch.setattr(image, "compile_agent", lambda say, scratch: (b"agent", "cc"))
     return taken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 import threading
@@ -17,6 +18,8 @@ from fanout.engine.qemu.machine import Guest, Machine
 from fanout.engine.qemu.protocol import VERSION, Request
 from fanout.errors import EngineUnavailable, Invalid
 from fanout.runtime import system
+
+pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="guests are x86-64 machines")
 
 #: What every peer begins with: sending a frame, saying READY, waiting for the request's end.
 PRELUDE = """

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import mmap
+import platform
 
 from fanout.errors import EngineUnavailable
 from fanout.runtime import Runtime, system
@@ -24,6 +25,8 @@ WINDOW_S = 0.05
 @functools.cache
 def tsc_khz(runtime: Runtime = system) -> int:
     """Return the counter's rate in kHz, measured once, to within some 10 parts in a million."""
+    if platform.machine() != "x86_64":
+        raise EngineUnavailable(f"a guest needs the time stamp counter of an x86-64 host, this is {platform.machine()}")
     try:
         page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     except OSError as error:
