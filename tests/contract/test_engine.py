@@ -93,7 +93,7 @@ import json, sys
 from pathlib import Path
 from fanout.engine.check import CHECKS, failures
 from fanout.engine.qemu.engine import QemuEngine
-some = ("writes_go", "whiteouts", "several_mounts", "a_timeout_kills", "the_host_s")
+some = ("writes_go", "whiteouts", "several_mounts", "kill_ends", "the_host_s")
 CHECKS[:] = [check for check in CHECKS if check.__name__.startswith(some)]
 scratch = Path(sys.argv[1])
 engine = QemuEngine(cache_dir=scratch, memory_bytes=256 << 20, acceleration="tcg")
@@ -116,7 +116,7 @@ def test_conformance_on_vms_as_a_user_without_any_rights() -> None:
 
 
 def _as_nobody(script: str, image: Path | None = None) -> object:
-    """Run a script as a user without any rights, in a directory of his, which may hold an image; return what it said."""
+    """Run a script as a user without any rights, in a directory of his, maybe with an image; return what it said."""
     package = str(Path(fanout.__file__).parent.parent)
     path = [package, *(entry for entry in sys.path if "site-packages" in entry)]
     python = _interpreter_for_nobody(path)
