@@ -95,9 +95,11 @@ async def test_a_quiet_command_outlives_a_proxy_that_cuts_what_is_silent(
             while not server.started:
                 await anyio.sleep(0.01)
             with cable_to(url) as cable:
-                cable.idle_s = 1.0
                 async with RemoteFanout(Settings.load({}, url=cable.url)) as fo:
                     disk = await fo.disks.create(f"ws-{uuid.uuid4().hex[:12]}")
+                    assert (await fo.exec("true", disks={"w": disk})).ok
+                    cable.idle_s = 1.0
+                    cable.cut()
                     connections = cable.connections
                     if streamed:
                         events = [event async for event in fo.stream("sleep 2.5; echo x >> f", disks={"w": disk})]
