@@ -63,13 +63,13 @@ def _cores() -> int:
 
 
 class Settings(BaseModel):
-    """Everything an embedded fanout can be told. See `load` for where the values come from.
+    """Everything a connection can be told. See `load` for where the values come from.
 
-    `store`: file://, s3:// or memory:// URL. `cache_bytes`: bound of the host cache. `max_in_flight`: execs at once
-    (default 8 per core). `root_dir`: a directory that commands see as / instead of the host's system directories.
-    `host_paths`: host paths (or `source:target`) that commands see read-only. `network_deny`: IPv4 networks
-    (`10.0.0.0/8`) that commands with a network do not reach; this host's loopback and link-local ones never.
-    `qemu_pool`: VMs that the qemu engine
+    `store`: file://, s3:// or memory:// URL. `url`, `api_key`, `http2`: of a remote connection, which of all others
+    takes only `max_in_flight`. `cache_bytes`: bound of the host cache. `max_in_flight`: execs at once (default 8 per
+    core). `root_dir`: a directory that commands see as / instead of the host's system directories. `host_paths`: host
+    paths (or `source:target`) that commands see read-only. `network_deny`: IPv4 networks (`10.0.0.0/8`) that commands
+    with a network do not reach; this host's loopback and link-local ones never. `qemu_pool`: VMs that the qemu engine
     keeps booted once it is used. `qemu_memory_mib`: memory of a VM whose command has no limit of its own.
     """
 
