@@ -147,6 +147,21 @@ def test_a_directory_that_is_not_there_is_refused(peer: Peer) -> None:
     assert (refusal.stage, refusal.errno, refusal.text) == (protocol.Stage.CWD, 2, "/no/such/place")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [b"", b"\1", b"\1\xff\xff\xff\xffshort", b"\x63\0\0\0\0", b"\1\1\0\0\0x", b"\x05\1\0\0\0x"],
+    ids=["nothing", "no length", "too long", "unknown", "no directory", "limits of one byte"],
+)
+def test_a_malformed_request_is_refused(peer: Peer, fields: bytes) -> None:
+    assert peer.next().kind is Kind.READY
+    peer.socket.sendall(protocol.encode(Kind.REQUEST, fields) + protocol.encode(Kind.RUN))
+    frame = peer.next()
+    assert frame.kind is Kind.REFUSED
+    assert protocol.decode_refusal(frame.payload).stage == protocol.Stage.REQUEST
+    peer.socket.shutdown(socket.SHUT_WR)
+    assert peer.process.wait(30) == 0
+
+
 def test_both_streams_are_whole_and_apart(peer: Peer) -> None:
     script = "head -c 3000000 /dev/zero | tr '\\0' o & head -c 3000000 /dev/zero | tr '\\0' e >&2 & wait"
     out, err, report = ended(peer, shell(script))

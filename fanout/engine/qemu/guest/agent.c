@@ -184,12 +184,16 @@ static void tell(struct told *t) {
     sys(SYS_write, TELL, t, sizeof *t, 0, 0);
 }
 
-static void tell_failure(struct failure *f) {
+static void set_failure(struct told *t, const struct failure *f) {
+    memset(t, 0, sizeof *t);
+    t->kind = TOLD_REFUSED;
+    t->stage = f->stage, t->error = f->error;
+    for (u32 i = 0; i + 1 < sizeof t->text && f->text[i]; i++) t->text[i] = f->text[i];
+}
+
+static void tell_failure(const struct failure *f) {
     struct told t;
-    memset(&t, 0, sizeof t);
-    t.kind = TOLD_REFUSED;
-    t.stage = f->stage, t.error = f->error;
-    for (u32 i = 0; i + 1 < sizeof t.text && f->text[i]; i++) t.text[i] = f->text[i];
+    set_failure(&t, f);
     tell(&t);
 }
 
@@ -311,13 +315,12 @@ static int flush(void) {
     return 1;
 }
 
-static void refuse(struct failure *f) {
-    u32 n = (u32)length(f->text);
-    if (n > 200) n = 200;
+static void refuse(void) {
+    u32 n = (u32)length(last.text);
     memset(outbox + HEADER, 0, 8);
-    outbox[HEADER] = (u8)f->stage;
-    memcpy(outbox + HEADER + 4, &f->error, 4);
-    memcpy(outbox + HEADER + 8, f->text, n);
+    outbox[HEADER] = (u8)last.stage;
+    memcpy(outbox + HEADER + 4, &last.error, 4);
+    memcpy(outbox + HEADER + 8, last.text, n);
     queue(REFUSED, 8 + n);
     running = 0, finished = 1;
 }
@@ -360,8 +363,7 @@ static void next_frame(short out, short err) {
     } else if (err && exec.stderr >= 0) take_output(&exec.stderr, STDERR);
     else if (out && exec.stdout >= 0) take_output(&exec.stdout, STDOUT);
     else if (running && exec.init == 0 && exec.stdout < 0 && exec.stderr < 0) {
-        struct failure f = {last.stage, last.error, last.text};
-        if (last.kind == TOLD_REFUSED) refuse(&f);
+        if (last.kind == TOLD_REFUSED) refuse();
         else report_end();
     }
 }
@@ -449,9 +451,13 @@ static void begin(void) {
     struct failure f = {0, 0, ""};
     if (running || finished) die("a second request", -EPROTO);
     running = 1;
-    if (!take_request()) failed(&f, STAGE_REQUEST, -EPROTO, "malformed request"), refuse(&f);
-    else if (!start_command(&f)) refuse(&f);
-    else if (is_guest) watch_pressure();
+    if (!take_request()) failed(&f, STAGE_REQUEST, -EPROTO, "malformed request");
+    else if (start_command(&f)) {
+        if (is_guest) watch_pressure();
+        return;
+    }
+    exec.init = 0;
+    set_failure(&last, &f);
 }
 
 static void take_frame(u32 kind, u8 *payload, u32 n) {
