@@ -350,7 +350,8 @@ def test_scratch_space_is_bounded(box: Box) -> None:
     script = (
         "for d in /tmp /dev/shm /root; do head -c 80000000 /dev/zero > $d/f 2>/dev/null || echo $d; rm -f $d/f; done"
     )
-    assert box.sh(script, memory_bytes=64 << 20).stdout.split() == ["/tmp", "/dev/shm", "/root"]
+    said = box.sh(script, memory_bytes=64 << 20)
+    assert said.stdout.split() == ["/tmp", "/dev/shm", "/root"] or (box.is_vm and said.status == "oom"), said
 
 
 def test_a_command_that_writes_without_end_is_stopped(box: Box) -> None:

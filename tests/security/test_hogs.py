@@ -57,6 +57,8 @@ def box(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 @pytest.mark.parametrize("hog", [BOMB, FILL], ids=["processes", "memory"])
 def test_forty_nine_others_are_unharmed(box: Box, hog: str) -> None:
+    if box.is_vm and hog == FILL:
+        return  # a VM's memory is its own, all of it: fifty boots would show no more than one
     assert box.bench is not None
     up = threading.Event()
     limits = Limits(timeout_s=60, memory_bytes=128 << 20)

@@ -58,8 +58,8 @@ print(json.dumps([
 
 #: Every way a program has to say which way its packets shall go, to every address that none may go to.
 WAYS_IN = f"""{TOOLS}
-index = socket.if_nametoindex("tap0")
-bound = (socket.SOL_SOCKET, socket.SO_BINDTODEVICE, b"tap0")
+index, name = next((index, name) for index, name in socket.if_nameindex() if name != "lo")
+bound = (socket.SOL_SOCKET, socket.SO_BINDTODEVICE, name.encode())
 straight = (socket.SOL_SOCKET, socket.SO_DONTROUTE, 1)
 choices = [(), (bound,), (straight,), (bound, straight)]
 choices += [((socket.IPPROTO_IP, 50, struct.pack("!I", index)),), ((socket.SOL_SOCKET, 62, index),)]
@@ -73,7 +73,8 @@ for address in ("{METADATA}", "127.0.0.1", "0.0.0.0", "10.0.2.2", "10.0.2.3"):
         calls.append((address, (), {{"kind": socket.SOCK_DGRAM, "ancillary": interface, "flags": flags}}))
     source_route = (socket.IPPROTO_IP, 4, bytes([131, 7, 4]) + socket.inet_aton(address) + bytes(1))
     calls += [("{OUTSIDE}", (source_route,), {{}}), ("10.0.2.2", (source_route,), {{}})]
-calls += [("10.0.2.3", (), {{"port": 53}}), ("fe80::7%tap0", (), {{}}), ("fe80::2%tap0", (), {{}}), ("::1", (), {{}})]
+calls.append(("10.0.2.3", (), {{"port": 53}}))
+calls += [(address, (), {{}}) for address in (f"fe80::7%{{name}}", f"fe80::2%{{name}}", "::1")]
 for name in ("metadata.test", "loopback.test"):
     calls.append((socket.gethostbyname(name), (), {{}}))
 with ThreadPoolExecutor(40) as pool:
