@@ -137,6 +137,15 @@ def test_begun_here_completed_there(server: Running, s3: Any, disk_name: str, tm
         assert s3.complete_multipart_upload(**up, MultipartUpload={"Parts": parts})["ETag"] == done["ETag"]
         there.put_object(Bucket=disk_name, Key="k", Body=b"from there")
         assert s3.get_object(Bucket=disk_name, Key="k")["Body"].read() == b"from there"
+        there.delete_object(Bucket=disk_name, Key="k")
+        there.delete_bucket(Bucket=disk_name)
+        assert refused(s3.put_object, Bucket=disk_name, Key="k", Body=b"") == (404, "NoSuchBucket")
+        there.create_bucket(Bucket=disk_name)
+        assert s3.list_objects_v2(Bucket=disk_name)["KeyCount"] == 0
+        there.delete_bucket(Bucket=disk_name)
+        there.create_bucket(Bucket=disk_name)
+        s3.put_object(Bucket=disk_name, Key="k", Body=b"anew")  # told 503 at first, boto3 sends it again
+        assert there.get_object(Bucket=disk_name, Key="k")["Body"].read() == b"anew"
 
 
 def test_parts_that_are_copied(s3: Any, disk_name: str) -> None:

@@ -14,6 +14,7 @@ import anyio
 import anyio.to_thread
 
 from fanout.errors import FanoutError
+from fanout.server.caller import Caller
 from fanout.server.keys import Right
 from fanout.server.s3 import listing, multipart, reading, writing
 from fanout.server.s3.access import Access, authenticate
@@ -115,6 +116,7 @@ class S3Gateway:
 
     async def _answer(self, request: Request, receive: Receive) -> Reply:
         access = await authenticate(self._state, request)
+        request.scope["fanout.caller"] = Caller(self._state, access.principal)  # for the log
         if not request.bucket:
             if request.method != "GET" or request.key:
                 raise S3Error("MethodNotAllowed")
@@ -131,10 +133,11 @@ class S3Gateway:
         except FanoutError as error:
             if error_of(error).s3 != "NoSuchBucket" or not self._buckets.forget(request.bucket):
                 raise
-            if request.method not in ("GET", "HEAD"):
-                raise  # the body, if any, is gone
-        # The disk was deleted under us, and perhaps made anew since.
-        return await operation(await self._call(request, access, receive))
+        # The disk was deleted under us, and perhaps made anew since: then this answers, or the client asks again.
+        call = await self._call(request, access, receive)
+        if request.method not in ("GET", "HEAD"):
+            raise S3Error("ServiceUnavailable", "The bucket was deleted and made anew; please send this again.")
+        return await operation(call)
 
     async def _call(self, request: Request, access: Access, receive: Receive) -> Call:
         if request.headers.get("x-amz-expected-bucket-owner", OWNER_ID) != OWNER_ID:

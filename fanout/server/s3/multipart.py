@@ -65,7 +65,6 @@ async def create(call: Call) -> Reply:
         algorithm, kind,
     )  # fmt: skip
 
-
     def work() -> str:
         call.point.state()  # a disk that was deleted says so; nothing would ever collect the record
         return call.disk.uploads.begin(branch.uuid, record)
