@@ -103,7 +103,8 @@ def test_a_fork_bomb_is_bounded_and_ends_in_time_with_its_output(root: Path) -> 
     assert (ended.status, ended.exit_code) == ("timed_out", None)
     first, *most = out.split()
     assert first == b"first"
-    assert all(1 < int(number) <= 40 for number in most)
+    # Listing /proc takes a while, in which some go and others come: more names than there ever are processes.
+    assert all(1 < int(number) < 100 for number in most), most
 
 
 def test_a_guest_that_panics_is_told(root: Path) -> None:
