@@ -107,6 +107,7 @@ def test_any_process_goes_on(disk: Disk, store: Store) -> None:
 def test_a_collection_keeps_open_uploads_for_a_week(disk: Disk, store: Store, clock: Clock) -> None:
     upload = begin(disk)
     add(disk, upload, 1, b"data" * 50)
+    assert disk.check().problems == []
     clock.now_s += UPLOAD_S - 100
     disk.collect()
     complete(disk, upload)

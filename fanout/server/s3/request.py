@@ -93,23 +93,26 @@ def _text(escaped: str) -> str:
 
 
 def check_key(key: bytes, *, write: bool) -> bytes:
-    """Return the key; an error for one that no file of a disk can have. Only what is there may be no UTF-8."""
+    """Return the key of a file to write, or to look for; an error for one that no file of a disk can have.
+
+    To look for it is to find nothing: `NoSuchKey`. A file that an exec made may have a name that is no UTF-8.
+    """
     if len(key) > MAX_KEY_BYTES:
         raise S3Error("KeyTooLongError", Size=str(len(key)), MaxSizeAllowed=str(MAX_KEY_BYTES))
     parts = key.removesuffix(b"/").split(b"/")
+    allowed = ""
     if b"" in parts or b"." in parts or b".." in parts:
-        raise _no_key(key, "A key has no empty, '.' or '..' parts between slashes: it is the path of a file.")
-    if b"\0" in key:
-        raise _no_key(key, "A key has no NUL bytes: it is the path of a file.")
-    if max(map(len, parts)) > MAX_NAME_BYTES:
-        raise _no_key(key, f"A part of a key between slashes has at most {MAX_NAME_BYTES} bytes.")
+        allowed = "A key has no empty, '.' or '..' parts between slashes: it is the path of a file."
+    elif b"\0" in key:
+        allowed = "A key has no NUL bytes: it is the path of a file."
+    elif max(map(len, parts)) > MAX_NAME_BYTES:
+        allowed = f"A part of a key between slashes has at most {MAX_NAME_BYTES} bytes."
+    if allowed:
+        shown = key.decode("utf-8", "replace")
+        raise refused("key", shown, allowed) if write else S3Error("NoSuchKey", allowed, Key=shown)
     if write:
         try:
             key.decode()
         except UnicodeDecodeError:
             raise S3Error("InvalidURI", "A key is UTF-8.") from None
     return key
-
-
-def _no_key(key: bytes, allowed: str) -> S3Error:
-    return refused("key", key.decode("utf-8", "replace"), allowed)

@@ -270,10 +270,22 @@ def _adopted(call: Call, source: Source) -> _Adopted:
 
 async def delete_object(call: Call) -> Reply:
     call.require_version()
-    key = check_key(call.request.key, write=False)
     call.disk.writable(call.point)
-    reply: Reply = await call.threads(partial(_delete, call, key))
+    if not _can_be_there(call.request.key):
+        return Reply(204)
+    reply: Reply = await call.threads(partial(_delete, call, call.request.key))
     return reply
+
+
+def _can_be_there(key: bytes) -> bool:
+    """Whether a file can have this key; to delete any other is to do nothing."""
+    try:
+        check_key(key, write=False)
+    except S3Error as error:
+        if error.s3 == "NoSuchKey":
+            return False
+        raise
+    return True
 
 
 def _delete(call: Call, key: bytes) -> Reply:
@@ -332,7 +344,10 @@ def _delete_many(call: Call, data: bytes) -> Reply:
         if not name:
             raise S3Error("MalformedXML", "Every object needs a key.")
         try:
-            key = check_key(name.encode("utf-8", "surrogatepass"), write=True)
+            key = name.encode("utf-8", "surrogatepass")
+            if not _can_be_there(key):
+                outcome[name] = None
+                continue
             if (documents.child(item, "VersionId") or "null") != "null":
                 raise S3Error("NoSuchVersion")
         except S3Error as error:
