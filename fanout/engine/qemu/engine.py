@@ -34,7 +34,7 @@ from fanout.engine.qemu.plan import Plan
 from fanout.engine.qemu.pool import Pool
 from fanout.engine.qemu.process import VMProcess
 from fanout.engine.qemu.protocol import Address, Request, Tmpfs
-from fanout.engine.qemu.share import GUEST_DIRECTORIES, find_virtiofsd, tree_options
+from fanout.engine.qemu.share import GUEST_DIRECTORIES, find_virtiofsd, open_files, tree_options
 from fanout.engine.qemu.template import Templates
 from fanout.engine.qemu.vm import VM, Host
 from fanout.engine.spawning import Spawner
@@ -195,6 +195,7 @@ class QemuEngine(Engine):
             capabilities=CAPABILITY_MASK,
             now_ns=self._runtime.now_ns(),
             entropy=self._runtime.token_bytes(64),
+            inodes=open_files() // 2,
             network=ADDRESS if spec.network else None,
         )
 

@@ -43,7 +43,7 @@ __all__ = [
     "encode_request",
 ]
 
-VERSION = 3
+VERSION = 4
 MAGIC = b"fanout-agent"
 
 HEADER = struct.Struct("<B3xI")
@@ -105,6 +105,7 @@ class _Field(IntEnum):
     NETWORK = 9
     ROOT = 10
     TMPFS = 11
+    INODES = 12
 
 
 class BadFrame(ValueError):
@@ -169,7 +170,8 @@ class Request:
     command's root directory, which has directories `proc`, `dev` and those of `tmpfs`; None runs it in the agent's
     own, for tests without a VM. `memory_bytes`, `pids` and `cpus` limit all its processes together (None: no limit).
     `capabilities` is a mask of capability numbers; `user_namespaces` how many it may make. `now_ns` sets the guest's
-    clock (None: leave it), `entropy` (at most 512 bytes) its random numbers.
+    clock (None: leave it), `entropy` (at most 512 bytes) its random numbers. Of more files than
+    `inodes` the guest forgets those that nobody uses.
     """
 
     argv: Sequence[bytes]
@@ -187,6 +189,7 @@ class Request:
     user_namespaces: int = 0
     now_ns: int | None = None
     entropy: bytes = b""
+    inodes: int | None = None
     network: Address | None = None
 
 
@@ -221,6 +224,8 @@ def encode_request(request: Request, last: Kind = Kind.RUN) -> bytes:
         add(_Field.CLOCK, struct.pack("<Q", request.now_ns))
     if request.entropy:
         add(_Field.ENTROPY, request.entropy[:512])
+    if request.inodes is not None:
+        add(_Field.INODES, struct.pack("<Q", request.inodes))
     if request.network is not None:
         add(_Field.NETWORK, _network(request.network))
     if request.root is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import resource
 import shutil
 import socket
 import subprocess
@@ -25,7 +26,7 @@ from fanout.engine.qemu.jail import Jail
 from fanout.engine.spawning import Spawner
 from fanout.errors import EngineUnavailable
 
-__all__ = ["GUEST_DIRECTORIES", "Share", "Virtiofsd", "find_virtiofsd", "tree_options"]
+__all__ = ["GUEST_DIRECTORIES", "Share", "Virtiofsd", "find_virtiofsd", "open_files", "tree_options"]
 
 #: Where the tree is in virtiofsd's sandbox. It shares this directory and has chroot'ed to it.
 TOP = "/share"
@@ -87,7 +88,7 @@ class Share:
                 opened.callback(os.close, self.output)
                 try:
                     argv, options = virtiofsd.argv(listening.fileno()), [*tree, *_own_options(virtiofsd.path)]
-                    files = _open_files()
+                    files = open_files()
                     self._jail = Jail(
                         spawner, bwrap, options, argv, output=theirs, others=[listening.fileno()], open_files=files
                     )
@@ -174,6 +175,8 @@ def _own_options(program: str) -> list[str]:
     return [*options, "--proc", "/proc", "--remount-ro", "/"]
 
 
-def _open_files() -> int:
-    most = int(Path("/proc/sys/fs/nr_open").read_text())
-    return min(OPEN_FILES, most)
+def open_files() -> int:
+    """Return how many files a virtiofsd may have open here."""
+    most = min(OPEN_FILES, int(Path("/proc/sys/fs/nr_open").read_text()))
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    return most if hard == resource.RLIM_INFINITY else min(most, hard)

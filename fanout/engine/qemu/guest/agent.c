@@ -11,7 +11,7 @@
 #include "wire.h"
 #include "sandbox.h"
 
-enum { PORT_TRIES = 20000, LAST_WORDS_MS = 30000, PREPARE_TRIES = 5000, REHEARSAL_MS = 5000, UNTOUCHED = 16 << 20 };
+enum { PORT_TRIES = 20000, LAST_WORDS_MS = 30000, PREPARE_TRIES = 5000, REHEARSAL_MS = 5000, FORGET_MS = 50, UNTOUCHED = 16 << 20 };
 
 /* What the init tells the agent through a pipe: that the command runs, how it ended, or why it does not run. */
 enum { TOLD_STARTED = 1, TOLD_END, TOLD_REFUSED };
@@ -514,6 +514,23 @@ static void hear(void) {
     }
 }
 
+/* Each file this kernel remembers is an open one of the host's. Forget what nobody uses where there are too many; first
+ * those without contents in memory, then, now and then, those too. */
+static void forget_files(void) {
+    static char text[128];
+    static u64 looked_ns, dropped_ns;
+    u64 now = monotonic_ns();
+    if (now - looked_ns < FORGET_MS * 1000000ul) return;
+    looked_ns = now;
+    for (const char *how = "2";; how = "3") {
+        if (read_file("/p/sys/fs/inode-nr", text, sizeof text) <= 0 || number_of(text, "") <= request.inodes) return;
+        if (*how == '3' && now - dropped_ns < NS) return;
+        if (*how == '3') dropped_ns = now;
+        write_file("/p/sys/vm/drop_caches", how);
+        if (*how == '3') return;
+    }
+}
+
 static void serve(void) {
     memcpy(outbox + HEADER, "fanout-agent", 12);
     u32 version = VERSION;
@@ -533,9 +550,11 @@ static void serve(void) {
             {exec.init > 0 ? pressure : -1, POLLPRI, 0},
         };
         int urgent = idle && (answer || credit || started == 1 || (running && exec.init == 0));
-        long n = sys(SYS_poll, fds, 6, urgent ? 0 : -1, 0, 0);
+        int watching = is_guest && exec.init > 0 && request.inodes;
+        long n = sys(SYS_poll, fds, 6, urgent ? 0 : watching ? FORGET_MS : -1, 0, 0);
         if (n < 0 && n != -EINTR) die("poll", n);
         if (n < 0) continue;
+        if (watching) forget_files();
         if (fds[0].revents & (POLLHUP | POLLERR)) die("the host is gone", 0);
         if (fds[0].revents & POLLIN) listen();
         if (fds[1].revents && exec.told >= 0) hear();

@@ -4,9 +4,9 @@
 enum { REQUEST = 1, RUN, STDIN, STDIN_END, KILL, PREPARE, SETTLE, REHEARSE };
 enum { READY = 64, STARTED, STDOUT, STDERR, CREDIT, EXIT, REFUSED, PREPARED, SETTLED, REHEARSED };
 enum { STAGE_REQUEST = 1, STAGE_ROOT, STAGE_DEVICES, STAGE_CWD, STAGE_LIMITS, STAGE_NETWORK, STAGE_PROCESS };
-enum { ARG = 1, ENV, CWD, IDS, LIMITS, CLOCK, ENTROPY, CAPABILITIES, NETWORK, ROOT, TMPFS };
+enum { ARG = 1, ENV, CWD, IDS, LIMITS, CLOCK, ENTROPY, CAPABILITIES, NETWORK, ROOT, TMPFS, INODES };
 
-#define VERSION 3
+#define VERSION 4
 #define HEADER 8
 #define MAX_PAYLOAD (64 * 1024)
 #define STDIN_WINDOW (256 * 1024)
@@ -24,7 +24,7 @@ static struct {
     u32 args, envs, tmpfs_count;
     char *cwd, *root;
     u32 uid, gid;
-    u64 memory, pids, cpu_us, files, user_namespaces, capabilities, clock_ns;
+    u64 memory, pids, cpu_us, files, user_namespaces, capabilities, clock_ns, inodes;
     struct tmpfs tmpfs[MAX_TMPFS];
     u8 *entropy, *network;
     u32 entropy_bytes;
@@ -68,6 +68,10 @@ static int take_field(u32 tag, u8 *value, u32 n) {
     case CAPABILITIES: request.capabilities = n == 8 ? u64_at(value) : 0; return n == 8;
     case ENTROPY: request.entropy = value, request.entropy_bytes = n; return n <= 512;
     case NETWORK: request.network = value; return n == 12;
+    case INODES:
+        if (n != 8) return 0;
+        request.inodes = u64_at(value);
+        return 1;
     case TMPFS:
         if (n < 13 || request.tmpfs_count == MAX_TMPFS) return 0;
         request.tmpfs[request.tmpfs_count].mode = u32_at(value);
