@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import re
+import socket
 import zlib
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -384,3 +387,40 @@ def test_what_is_not_there_says_so(s3: Any, disk_name: str) -> None:
     assert refused(s3.put_object, Bucket=disk_name, Key="k", ServerSideEncryption="AES256") == (501, "NotImplemented")
     assert refused(s3.put_object, Bucket=disk_name, Key="k", ACL="public-read")[0] == 400
     assert refused(s3.get_object, Bucket=disk_name, Key="k", VersionId="abc") == (404, "NoSuchVersion")
+
+
+def peak_bytes(server: Running) -> int:
+    """Return the most memory the server's process ever had in use, since `reset_peak`."""
+    status = Path(f"/proc/{server.process.pid}/status").read_text()
+    return int(re.search(r"VmHWM:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+
+
+def reset_peak(server: Running) -> None:
+    Path(f"/proc/{server.process.pid}/clear_refs").write_text("5")
+
+
+def test_large_files_take_little_memory(server: Running, s3: Any, disk_name: str) -> None:
+    exec_on(server, disk_name, "truncate -s 6G big; printf end >> big")
+    size = (6 << 30) + 3
+    tail = s3.get_object(Bucket=disk_name, Key="big", Range="bytes=-5")
+    assert (tail["Body"].read(), tail["ContentRange"]) == (b"\0\0end", f"bytes {size - 5}-{size - 1}/{size}")
+    reset_peak(server)
+    before = peak_bytes(server)
+    middle = s3.get_object(Bucket=disk_name, Key="big", Range=f"bytes=1000-{1000 + (512 << 20) - 1}")
+    total = sum(len(chunk) for chunk in middle["Body"].iter_chunks(1 << 20))
+    assert total == 512 << 20
+    s3.put_object(Bucket=disk_name, Key="stored", Body=hashlib.shake_256(b"large").digest(96 << 20))
+    got = s3.get_object(Bucket=disk_name, Key="stored")
+    assert sum(len(chunk) for chunk in got["Body"].iter_chunks(1 << 20)) == 96 << 20
+    assert peak_bytes(server) - before < 160 << 20
+
+
+def test_a_client_that_goes_away(server: Running, s3: Any, disk_name: str) -> None:
+    exec_on(server, disk_name, "truncate -s 6G big")
+    url = f"{server.s3_url}/{disk_name}/big"
+    with httpx.stream("GET", url, headers={"Authorization": server.token}) as answer:
+        next(answer.iter_raw(1 << 20))
+    with socket.create_connection(("127.0.0.1", int(server.s3_url.rpartition(":")[2]))) as plain:
+        head = [f"PUT /{disk_name}/half HTTP/1.1", "Host: x", f"Authorization: {server.token}", "Content-Length: 1000"]
+        plain.sendall("\r\n".join([*head, "", "x" * 500]).encode())
+    assert keys_of(s3, disk_name) == ["big"]
