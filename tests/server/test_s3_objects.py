@@ -375,6 +375,30 @@ def test_attributes(s3: Any, disk_name: str) -> None:
     assert (found["ObjectSize"], found["StorageClass"]) == (3, "STANDARD")
 
 
+def test_tags(server: Running, s3: Any, disk_name: str) -> None:
+    def tags(key: str) -> dict[str, str]:
+        return {tag["Key"]: tag["Value"] for tag in s3.get_object_tagging(Bucket=disk_name, Key=key)["TagSet"]}
+
+    s3.put_object(Bucket=disk_name, Key="k", Body=b"x", Tagging="a=1&b=%C3%BC+", Metadata={"m": "1"})
+    assert tags("k") == {"a": "1", "b": "ü "}
+    head = s3.head_object(Bucket=disk_name, Key="k")
+    assert (head["TagCount"], head["Metadata"]) == (2, {"m": "1"})
+    s3.copy_object(Bucket=disk_name, Key="copy", CopySource=f"{disk_name}/k", MetadataDirective="REPLACE")
+    assert (tags("copy"), s3.head_object(Bucket=disk_name, Key="copy")["Metadata"]) == ({"a": "1", "b": "ü "}, {})
+    s3.put_object_tagging(Bucket=disk_name, Key="k", Tagging={"TagSet": [{"Key": "c", "Value": ""}]})
+    assert tags("k") == {"c": ""}
+    after = s3.head_object(Bucket=disk_name, Key="k")
+    assert (after["LastModified"], after["ETag"], after["Metadata"]) == (head["LastModified"], head["ETag"], {"m": "1"})
+    exec_on(server, disk_name, "echo > by-exec")
+    s3.put_object_tagging(Bucket=disk_name, Key="by-exec", Tagging={"TagSet": [{"Key": "c", "Value": "d"}]})
+    assert tags("by-exec") == {"c": "d"}
+    s3.delete_object_tagging(Bucket=disk_name, Key="k")
+    assert tags("k") == {}
+    for bad in ([{"Key": "k" * 129, "Value": ""}], [{"Key": "a", "Value": "v" * 257}], [{"Key": "a", "Value": ""}] * 2):
+        assert refused(s3.put_object_tagging, Bucket=disk_name, Key="k", Tagging={"TagSet": bad}) == (400, "InvalidTag")
+    assert refused(s3.get_object_tagging, Bucket=disk_name, Key="no") == (404, "NoSuchKey")
+
+
 def test_what_is_not_there_says_so(s3: Any, disk_name: str) -> None:
     s3.put_object(Bucket=disk_name, Key="k", Body=b"")
     assert "Status" not in s3.get_bucket_versioning(Bucket=disk_name)

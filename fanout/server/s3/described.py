@@ -6,7 +6,8 @@ Owns that translation between nodes and headers. Pure.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from urllib.parse import parse_qsl, urlencode
 
 from fanout.format.facts import Facts
 from fanout.format.tree import DIR, SYMLINK, Node, content_hash
@@ -17,7 +18,9 @@ from fanout.server.s3.request import Header
 
 __all__ = [
     "LINK_TYPE",
+    "TAGGING",
     "Posix",
+    "checked_tags",
     "checksum_headers",
     "etag_of",
     "kept_headers",
@@ -34,7 +37,10 @@ _DIRECTORY_TYPE = "application/x-directory"
 _EMPTY_MD5 = hashlib.md5(usedforsecurity=False).hexdigest()
 _KEPT = ("content-type", "cache-control", "content-disposition", "content-encoding", "content-language", "expires")
 _META = "x-amz-meta-"
+#: Tags are kept with the headers, and only counted in an answer.
+TAGGING = "x-amz-tagging"
 _MAX_META_BYTES = 2048
+_MOST_TAGS, _TAG_NAME_CHARACTERS, _TAG_VALUE_CHARACTERS = 10, 128, 256
 
 #: Headers whose promise this server cannot keep: better refused than ignored.
 _UNKEPT = (
@@ -80,6 +86,9 @@ def node_headers(node: Node, facts: Facts | None, etag: str, *, checksum: bool) 
     typed = False
     if facts is not None:
         for name, value in facts.headers:
+            if name == TAGGING:
+                told.append((b"x-amz-tagging-count", b"%d" % (value.count("&") + 1)))
+                continue
             typed = typed or name == "content-type"
             told.append((name.encode("latin-1"), value.encode("latin-1")))
         if checksum and facts.checksum:
@@ -112,9 +121,23 @@ def kept_headers(headers: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
                 value = ", ".join(part for part in map(str.strip, value.split(",")) if part != "aws-chunked")
             if value:
                 kept.append((name, value))
+    if headers.get(TAGGING):
+        kept.append((TAGGING, checked_tags(parse_qsl(headers[TAGGING], keep_blank_values=True, max_num_fields=100))))
     if size > _MAX_META_BYTES:
         raise S3Error("MetadataTooLarge", Size=str(size), MaxSizeAllowed=str(_MAX_META_BYTES))
     return tuple(sorted(kept))
+
+
+def checked_tags(tags: Sequence[tuple[str, str]]) -> str:
+    """Return tags as they are kept, the text of an x-amz-tagging header; `InvalidTag`."""
+    if len(tags) > _MOST_TAGS:
+        raise S3Error("InvalidTag", f"Object tags cannot be greater than {_MOST_TAGS}.")
+    if len(dict(tags)) != len(tags):
+        raise S3Error("InvalidTag", "Cannot provide multiple Tags with the same key.")
+    for name, value in tags:
+        if not 1 <= len(name) <= _TAG_NAME_CHARACTERS or len(value) > _TAG_VALUE_CHARACTERS:
+            raise S3Error("InvalidTag", "The TagKey or TagValue you have provided is invalid.")
+    return urlencode(tags)
 
 
 def posix_of(headers: Mapping[str, str], usual_mode: int) -> Posix:

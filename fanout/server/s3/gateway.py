@@ -16,7 +16,7 @@ import anyio.to_thread
 from fanout.errors import FanoutError
 from fanout.server.caller import Caller
 from fanout.server.keys import Right
-from fanout.server.s3 import listing, multipart, reading, writing
+from fanout.server.s3 import listing, multipart, reading, tagging, writing
 from fanout.server.s3.access import Access, authenticate
 from fanout.server.s3.body import Body
 from fanout.server.s3.buckets import Buckets
@@ -69,6 +69,9 @@ _OBJECT_OPERATIONS: Mapping[tuple[str, str], Operation] = {
     ("PUT", ""): writing.put_object,
     ("DELETE", ""): writing.delete_object,
     ("GET", "attributes"): reading.get_attributes,
+    ("GET", "tagging"): tagging.get,
+    ("PUT", "tagging"): tagging.put,
+    ("DELETE", "tagging"): tagging.delete,
     ("GET", "uploadId"): multipart.list_parts,
     ("PUT", "uploadId"): multipart.upload_part,
     ("POST", "uploadId"): multipart.complete,
@@ -170,8 +173,6 @@ def _object_operation(request: Request, subresource: str) -> Operation:
         return operation
     if subresource == "acl" and request.method == "GET":
         return _acl
-    if subresource == "tagging" and request.method == "GET":
-        return _tags
     raise _unknown(request, subresource)
 
 
@@ -233,11 +234,6 @@ async def _acl(call: Call) -> Reply:
     )
     grant = f"<Grant>{grantee}{text('Permission', 'FULL_CONTROL')}</Grant>"
     return Reply(200, [], document("AccessControlPolicy", OWNER, f"<AccessControlList>{grant}</AccessControlList>"))
-
-
-async def _tags(call: Call) -> Reply:
-    await call.threads(lambda: reading.find(call, call.request.key))
-    return Reply(200, [], document("Tagging", "<TagSet></TagSet>"))
 
 
 async def _empty(call: Call) -> Reply:

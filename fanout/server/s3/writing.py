@@ -28,7 +28,7 @@ from fanout.server.s3 import documents
 from fanout.server.s3.call import Call, blobs_of, described
 from fanout.server.s3.checksums import Claimed, Digests, claimed_checksum, header_of
 from fanout.server.s3.conditions import check_read, http_seconds
-from fanout.server.s3.described import etag_of, kept_headers, posix_of, refuse_features, size_of
+from fanout.server.s3.described import TAGGING, etag_of, kept_headers, posix_of, refuse_features, size_of
 from fanout.server.s3.errors import S3Error, error_of
 from fanout.server.s3.reading import find
 from fanout.server.s3.request import Header, Reply, check_key
@@ -226,8 +226,7 @@ def _copy(
     source = Source(source_call.disk, tree, node)
     made = _adopted(call, source)
     told = facts or Facts()
-    if directive == "REPLACE":
-        told = msgspec.structs.replace(told, headers=kept)
+    told = msgspec.structs.replace(told, headers=_copied_headers(call, directive, told.headers, kept))
     if "x-archil-mode" in call.headers or "x-archil-uid" in call.headers or "x-archil-gid" in call.headers:
         posix = posix_of(call.headers, node.mode)
         made.node = msgspec.structs.replace(made.node, mode=posix.mode, uid=posix.uid, gid=posix.gid)
@@ -242,6 +241,17 @@ def _copy(
         inner += documents.text(f"Checksum{told.checksum[0]}", told.checksum[1])
         inner += documents.text("ChecksumType", told.checksum[2])
     return Reply(200, [], documents.document("CopyObjectResult", inner))
+
+
+def _copied_headers(
+    call: Call, directive: str, old: tuple[tuple[str, str], ...], given: tuple[tuple[str, str], ...]
+) -> tuple[tuple[str, str], ...]:
+    """Return the headers of a copy: the source's or those given, and its tags or those given."""
+    tags = given if call.headers.get("x-amz-tagging-directive", "").upper() == "REPLACE" else old
+    others = given if directive == "REPLACE" else old
+    return tuple(
+        sorted((*(each for each in others if each[0] != TAGGING), *(each for each in tags if each[0] == TAGGING)))
+    )
 
 
 @dataclass(slots=True)
