@@ -76,6 +76,8 @@ _EDITS = 1000
 #: The tree is copied this often for the disk of 5 GB.
 _COPIES = 8
 _DOWNLOADS_AT_ONCE = 8
+#: An absent word that reads less than this finds all else in the index.
+_INDEXED_BYTES = 64 << 20
 
 
 class _Plan(NamedTuple):
@@ -251,10 +253,11 @@ async def _large(report: Report, plan: _Plan, disk: fanout.Disk) -> None:
     assert isinstance(disk, LocalDisk)
     await anyio.to_thread.run_sync(_multiply, disk, plan.copies)
     await disk.grep("zzqqyx", max_duration_s=3600)
-    for _ in range(1000):
-        await disk.grep("zzqqyx", max_duration_s=600)
-        if not await anyio.to_thread.run_sync(_index, disk):
+    for _ in range(100):
+        found_by = await disk.grep("zzqqyx", max_duration_s=600)
+        if found_by.bytes_scanned < _INDEXED_BYTES:
             break
+        await anyio.to_thread.run_sync(_index, disk)
     sides: dict[str, Side] = {"without": partial(_ours, disk, _UNINDEXED), "with": partial(_ours, disk, "zzqqyx")}
     found = await interleave(sides, plan.rounds)
     stats = {
@@ -281,11 +284,11 @@ def _settled(disk: fanout.Disk) -> None:
         disk.core.branch().fold()
 
 
-def _index(disk: fanout.Disk) -> bool:
-    """Wait for the words of what was searched; False if none are being written."""
+def _index(disk: fanout.Disk) -> None:
+    """Wait for the words of what was searched."""
     assert isinstance(disk, LocalDisk)
     assert disk._searcher is not None
-    return disk._searcher.indexer.settle()
+    disk._searcher.indexer.settle()
 
 
 def _store(report: Report, size: Size, place: Path, stack: ExitStack) -> tuple[str, str | None]:

@@ -231,6 +231,10 @@ class _Search:
                 for part in run:
                     if self._stopped.is_set() or self._beyond(part.first):
                         break
+                    if part.ruled_out and (files := self._passed_over(part)) is not None:
+                        shard.done.files += files
+                        shard.done.skipped += 1
+                        continue
                     one = self._ahead.hold(part)
                     shard.done.fetched += not one.warm
                     files = self._looked_at(part, one.scan)
@@ -248,6 +252,15 @@ class _Search:
             for one in held:
                 one.release()
             shard.done.duration_ms = (self._monotonic() - began_s) * 1e3
+
+    def _passed_over(self, part: Part) -> int | None:
+        """How many files are in a part that nothing of can match, where that is known without opening it."""
+        if part.live is not None or self._query.directory or self._query.selective:
+            return None
+        facts = self._scans.facts(part.identity)
+        if facts is None or next(self._state.changed_between(part.first, part.end), None) is not None:
+            return None
+        return facts.files
 
     def _beyond(self, path: bytes) -> bool:
         cut = self._collector.cut

@@ -15,7 +15,7 @@ from fanout.view.words import PROGRAM
 __all__ = ["Indexer"]
 
 #: Less than this is searched faster than its words would be.
-_MIN_BYTES = 64 << 20
+_MIN_BYTES = 16 << 20
 #: How many scan files one process is told of: the arguments of a program are bounded.
 _MAX_FILES = 500
 
@@ -43,13 +43,11 @@ class Indexer:
             except OSError:
                 self._process = None
 
-    def settle(self) -> bool:
-        """Wait until what is under way is done; False if nothing was."""
+    def settle(self) -> None:
+        """Wait until what is under way is done."""
         process = self._process
-        if process is None or process.poll() is not None:
-            return False
-        process.wait()
-        return True
+        if process is not None:
+            process.wait()
 
     def close(self) -> None:
         """End what is under way."""

@@ -124,11 +124,13 @@ class _Arrangement:
         self._blobs = state.blob_bytes()
         self._patched: dict[bytes, Node] = {}
         self._bases: list[Base] = []
+        self._here: set[str] = set()
 
     def parts(self) -> list[Part]:
         wanted = self._wanted
         pages = list(self._state.page_refs(wanted.start, wanted.end))
         kinds = [self._kinds(page) for page in pages]
+        self._here = {identity for its in kinds for identity in its if self._scans.has(identity)}
         unknown = [page for page, its in zip(pages, kinds, strict=True) if not all(map(self._is_known, its))]
         loaded = self._state.pages.each(unknown) if len(unknown) > 1 else map(self._state.pages.load, unknown)
         missing = {page.hash for page in unknown}
@@ -154,13 +156,14 @@ class _Arrangement:
         """Return the names of the scan files that a page has, as far as that is known without looking into it."""
         name = page.hash.hex()[:48]
         text = f"{name}-text"
-        if not self._wanted.binary or self._scans.left_out(text) == 0:
+        facts = self._scans.facts(text) if self._wanted.binary else None
+        if not self._wanted.binary or (facts is not None and facts.left_out == 0):
             return [text]
         return [text, f"{name}-binary"]
 
     def _is_known(self, identity: str) -> bool:
         """Whether a scan file is there, or what it would rest on."""
-        if self._scans.has(identity):
+        if identity in self._here:
             return True
         rested = self.known.rested.get(identity)
         return rested is not None and all(self._hold(base) is not None for base in rested.live)
@@ -168,7 +171,7 @@ class _Arrangement:
     def _parts_of(self, identity: str, page: PageRef, end: bytes | None, files: Files | None) -> Iterator[Part]:
         """Yield what holds a page's files of one kind; `files` are all of them, where they had to be looked at."""
         kind: Kind = "binary" if identity.endswith("binary") else "text"
-        if self._scans.has(identity):
+        if identity in self._here:
             yield self._base(kind, identity, page, end, here=True)
             return
         rested = self.known.rested.get(identity)
@@ -218,7 +221,8 @@ class _Arrangement:
             )
 
         self._bases.append(Base(kind, identity, page.first, end))
-        size = (self._scans.size_of(identity) if here else None) or page.count * _GUESSED_BYTES
+        facts = self._scans.facts(identity) if here else None
+        size = page.count * _GUESSED_BYTES if facts is None else facts.size
         return Part(kind, identity, page.first, end, build, here, size)
 
     def _rest(self, kind: Kind, identity: str, files: Files, page: PageRef, end: bytes | None) -> Rested | None:

@@ -5,20 +5,21 @@ Owns opening and holding. What one tree needs is arranged in parts.py. Knows not
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fanout.view.bases import Bases, Rested
 from fanout.view.cache import HostCache, Lease
 from fanout.view.scan import Scan, open_scan
 
-__all__ = ["Held", "Known", "Scans"]
+__all__ = ["Facts", "Held", "Known", "Scans"]
 
 #: How many files' paths and places this process keeps of scan files it has opened: about 100 bytes each.
 _OPEN_FILES = 1 << 18
+_FACTS = 1 << 16
 _KNOWN_DISKS = 64
 
 
@@ -35,6 +36,14 @@ class Held:
 
     def release(self) -> None:
         self.lease.release()
+
+
+class Facts(NamedTuple):
+    """How many files a scan file has, how many of its page it leaves to another, and its bytes."""
+
+    files: int
+    left_out: int
+    size: int
 
 
 @dataclass(slots=True)
@@ -62,6 +71,7 @@ class Scans:
         self._lock = threading.Lock()
         self._opened: OrderedDict[str, Scan] = OrderedDict()
         self._opened_files = 0
+        self._facts: dict[str, Facts] = {}
         self._known: OrderedDict[str, Known] = OrderedDict()
 
     def has(self, identity: str) -> bool:
@@ -90,28 +100,16 @@ class Scans:
         """Return where a scan file is, or would be."""
         return self._cache.tree_path("scan", identity)
 
-    def size_of(self, identity: str) -> int | None:
-        """Return the bytes of a scan file that is there."""
-        with self._lock:
-            scan = self._opened.get(identity)
-        if scan is not None:
-            return scan.size
-        try:
-            return os.stat(f"{self.directory(identity)}/data").st_size
-        except OSError:
-            return None
-
-    def left_out(self, identity: str) -> int | None:
-        """Return how many files a scan file leaves to another; None if it is not there."""
-        with self._lock:
-            scan = self._opened.get(identity)
-        if scan is None:
+    def facts(self, identity: str) -> Facts | None:
+        """Return what there is to know of a scan file without its table; None if it never was there."""
+        found = self._facts.get(identity)
+        if found is None:
             held = self.hold_if_there(identity)
             if held is None:
                 return None
             held.release()
-            scan = held.scan
-        return scan.left_out
+            found = self._facts.get(identity)
+        return found
 
     def known(self, disk_id: str) -> Known:
         """Return what is known of a disk."""
@@ -132,6 +130,9 @@ class Scans:
                 return scan
         scan = open_scan(lease.path)
         with self._lock:
+            while len(self._facts) >= _FACTS:
+                self._facts.pop(next(iter(self._facts)))
+            self._facts[identity] = Facts(scan.files, scan.left_out, scan.size)
             old = self._opened.pop(identity, None)
             self._opened_files += scan.files - (old.files if old else 0)
             self._opened[identity] = scan
