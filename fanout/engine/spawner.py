@@ -329,14 +329,15 @@ class Spawner:
         ours, theirs = os.pipe2(os.O_CLOEXEC)
         child = os.fork()
         if not child:
-            failure: tuple[int, str] = (0, "")
+            failure: tuple[int, str, bool] = (0, "", True)
             try:
                 mapping = sandbox.identity.mapping if sandbox.identity else -1
-                attach.attach(sandbox.init, top, overlays, self.options, private=bool(self.options), mapping=mapping)
+                private = self.users is not None
+                attach.attach(sandbox.init, top, overlays, self.options, private=private, mapping=mapping)
             except OSError as error:
-                failure = (error.errno or 0, str(error))
+                failure = (error.errno or 0, str(error), not isinstance(error, mapped.NotMapped))
             except BaseException as error:
-                failure = (0, repr(error))
+                failure = (0, repr(error), True)
             finally:
                 os.write(theirs, marshal.dumps(failure))
                 os._exit(0)
@@ -344,8 +345,10 @@ class Spawner:
         with open(ours, "rb") as file:
             said = file.read()
         os.waitpid(child, 0)
-        number, text = marshal.loads(said) if said else (0, "the process that mounts was killed")
-        _send(sandbox.reply, ("attached", number, text))
+        number, text, can_be_mapped = marshal.loads(said) if said else (0, "the process that mounts was killed", True)
+        if self.users is not None and not can_be_mapped:
+            self.users.refuse(f"owners of files cannot be mapped: {text}")  # those to come are root's, as their files
+        _send(sandbox.reply, ("attached", number, text, can_be_mapped))
 
     # --- ending ---------------------------------------------------------------------------------------------------
 

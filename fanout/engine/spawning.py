@@ -28,7 +28,7 @@ from fanout.engine.base import Mount
 from fanout.engine.network import Network
 from fanout.errors import EngineUnavailable
 
-__all__ = ["Child", "Ending", "Spawner", "SpawnerGone", "Started", "memory_file", "read_ending"]
+__all__ = ["Child", "Ending", "NotMapped", "Spawner", "SpawnerGone", "Started", "memory_file", "read_ending"]
 
 #: How long the spawner may take to come up, and a sandbox from its request to a first sign of life.
 SETUP_S = 60.0
@@ -46,6 +46,10 @@ DEATH_S = 1.0
 
 class SpawnerGone(EngineUnavailable):
     """The spawner died before it could start this one; nothing of it ever ran."""
+
+
+class NotMapped(EngineUnavailable):
+    """Mounts are not to be had for a sandbox with a user of its own, but for those that are started from now on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +166,8 @@ class Spawner:
     def attach(self, reply: socket.socket, top: str, mounts: Sequence[Mount]) -> None:
         """Mount in a sandbox that runs: at its targets below `top`, which is a directory of it.
 
-        Raises `EngineUnavailable` where that fails; some may be mounted then.
+        Raises `EngineUnavailable` where that fails; some may be mounted then. `NotMapped` where the owners of these
+        files cannot be mapped: those that are started from now on can mount them.
         """
         overlays = [_overlay(mount.target, mount) for mount in mounts]
         message = marshal.dumps((top, overlays))
@@ -176,9 +181,11 @@ class Spawner:
             answer, _ = self._receive(reply)
             if answer is None or answer[0] != "attached":
                 raise EngineUnavailable("cannot mount in a sandbox: it is dead")
-            _, number, text = answer
+            _, number, text, can_be_mapped = answer
             if not text:
                 return
+            if not can_be_mapped:
+                raise NotMapped(f"cannot mount in a sandbox: {text}")
             if number != errno.EBUSY:
                 break
             time.sleep(delay_s)

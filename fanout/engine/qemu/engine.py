@@ -12,7 +12,7 @@ import math
 import os
 import select
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fanout.engine import hints, limits, network, rootfs, seccomp
@@ -34,6 +34,7 @@ from fanout.engine.qemu.plan import Plan
 from fanout.engine.qemu.pool import Pool
 from fanout.engine.qemu.process import VMProcess
 from fanout.engine.qemu.protocol import Address, Request, Tmpfs
+from fanout.engine.qemu.reaper import Reaper
 from fanout.engine.qemu.share import GUEST_DIRECTORIES, find_virtiofsd, open_files, tree_options
 from fanout.engine.qemu.template import Templates
 from fanout.engine.qemu.vm import VM, Host
@@ -260,6 +261,7 @@ class _Host:
             directory=self._directory.path,
             templates=Templates(engine._cache_dir / "qemu", made),
             copied=pooled if self.acceleration == "tcg" else None,
+            reaper=Reaper(),
             runtime=self.runtime,
         )
         plan = Plan(pooled, size=engine._pool_size, boots=_boots(), memory_bytes=_memory_for_vms())
@@ -282,6 +284,7 @@ class _Host:
         with self._lock:
             self._closed = True
         self.pool.close()
+        self.vms.reaper.close()
         self.vms.spawner.close()
         self._directory.close()
         if self._etc is not None:
@@ -290,13 +293,13 @@ class _Host:
     def _new_spawner(self) -> Spawner:
         return open_spawner(self._overlay, seccomp.program(), self._shown)
 
-    def _make(self, guest: Guest) -> VM:
+    def _make(self, guest: Guest, died: Callable[[VM], None]) -> VM:
         """Return a VM to be; where the spawner died, and all VMs with it, there is another one."""
         with self._lock:
             if _is_dead(self.vms.spawner) and not self._closed:
                 self.vms.spawner.close()
                 self.vms = dataclasses.replace(self.vms, spawner=self._new_spawner())
-            return VM(self.vms, guest)
+            return VM(self.vms, guest, died)
 
 
 def _rehearsal(spec: Spec) -> bytes:

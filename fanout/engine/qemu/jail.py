@@ -7,6 +7,7 @@ all of it dead when fanout is.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import resource
 import select
@@ -118,6 +119,11 @@ class Jail:
                 raise EngineUnavailable(f"a sandbox was not built within {BUILD_S:.0f} s")
             self._close_building()
             self._spawner.attach(self._reply, top, mounts)
+
+    def death(self) -> int | None:
+        """Return a new descriptor that can be read when it is dead; None if it was waited for."""
+        with self._signalling:
+            return fcntl.fcntl(self._init_fd, fcntl.F_DUPFD_CLOEXEC, 0) if self._init_fd >= 0 else None
 
     def kill(self) -> None:
         """Kill it, and all it started. Repeating it is harmless."""

@@ -39,8 +39,10 @@ class Turn:
 class Pool:
     """Boots VMs as the plan says. Every VM taken must be given to `ended` when it is over."""
 
-    def __init__(self, plan: Plan, make: Callable[[Guest], VM], rehearsal: Callable[[], Request]) -> None:
-        """`make` returns a VM to be booted, `rehearsal` what one tries that is booted before anybody needs it."""
+    def __init__(
+        self, plan: Plan, make: Callable[[Guest, Callable[[VM], None]], VM], rehearsal: Callable[[], Request]
+    ) -> None:
+        """`make` returns a VM to be booted, which tells if it dies; `rehearsal` what one tries without need."""
         self._plan = plan
         self._make = make
         self._rehearsal = rehearsal
@@ -57,7 +59,6 @@ class Pool:
         with self._lock:
             turn = Turn(next(self._numbers))
             self._turns[turn.number] = turn
-            self._discard_dead()
             self._carry_out(self._plan.arrive(turn.number, guest))
         return turn
 
@@ -100,14 +101,11 @@ class Pool:
             vm.kill()
         self._threads.shutdown(wait=True)
 
-    def forget(self) -> None:
-        """In a forked child: everything is the parent's."""
-        self._vms.clear()
-
-    def _discard_dead(self) -> None:
-        """Have those replaced that died while nobody used them."""
-        for number in self._plan.ready:
-            if not self._vms[number].alive():
+    def _died(self, vm: VM) -> None:
+        """Have one replaced that died while nobody used it."""
+        with self._lock:
+            number = next((number for number in self._plan.ready if self._vms[number] is vm), None)
+            if number is not None and not self._closed:
                 self._threads.submit(self._vms.pop(number).end)
                 self._carry_out(self._plan.ended(number))
 
@@ -115,7 +113,7 @@ class Pool:
         for each in instructions:
             match each:
                 case Boot(number, guest, ahead):
-                    vm = self._vms[number] = self._make(guest)
+                    vm = self._vms[number] = self._make(guest, self._died)
                     self._threads.submit(self._boot, number, vm, ahead)
                 case Give(number, waiter, warm):
                     turn = self._turns.pop(waiter)

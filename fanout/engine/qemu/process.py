@@ -15,6 +15,7 @@ from fanout.engine.qemu.machine import Guest
 from fanout.engine.qemu.pool import Pool
 from fanout.engine.qemu.protocol import Request
 from fanout.engine.qemu.vm import VM
+from fanout.engine.spawning import NotMapped
 from fanout.errors import EngineUnavailable
 from fanout.runtime import Runtime
 
@@ -22,6 +23,9 @@ __all__ = ["VMProcess"]
 
 #: How long `launch` waits for a VM that is being booted for it. Who must queue longer is started later.
 START_S = 2.0
+
+#: How many VMs may turn out to be of no use for a command: those of the pool, at most.
+ATTEMPTS = 80
 
 
 class VMProcess(Process):
@@ -34,6 +38,7 @@ class VMProcess(Process):
         self._runtime = runtime
         self._lock = threading.Lock()  # to change who holds what
         self._killed = False
+        self._guest = guest
         self._turn = pool.ask(guest)
         self._vm: VM | None = None
         self._warm = False
@@ -101,17 +106,38 @@ class VMProcess(Process):
     def _begin(self) -> None:
         """Take the VM when it is there and send it the command."""
         try:
-            self._turn.served.wait()
-            vm = self._turn.take()
-            with self._lock:
-                if vm is None or self._killed:
-                    return  # whoever killed it gives the VM back
-                self._vm, self._warm = vm, self._turn.warm
-            vm.send(self._spec.mounts, self._request, self._spec.stdin)
+            for again in reversed(range(ATTEMPTS)):
+                try:
+                    self._send()
+                    break
+                except NotMapped:
+                    if not again or not self._ask_again():
+                        raise
         except BaseException as error:
             self._failure = error
-            if self._vm is not None:
-                self._vm.end()
-                self._pool.ended(self._vm)
+            self._give_up_vm()
         finally:
             self._sent.set()
+
+    def _send(self) -> None:
+        self._turn.served.wait()
+        vm = self._turn.take()
+        with self._lock:
+            if vm is None or self._killed:
+                return  # whoever killed it gives the VM back
+            self._vm, self._warm = vm, self._turn.warm
+        vm.send(self._spec.mounts, self._request, self._spec.stdin)
+
+    def _ask_again(self) -> bool:
+        """Want another VM: this one cannot have the mounts, and those that are made from now on can."""
+        self._give_up_vm()
+        with self._lock:
+            self._vm = None
+            if not self._killed:
+                self._turn = self._pool.ask(self._guest)
+            return not self._killed
+
+    def _give_up_vm(self) -> None:
+        if self._vm is not None:
+            self._vm.end()
+            self._pool.ended(self._vm)

@@ -120,6 +120,10 @@ class Share:
         except BlockingIOError:
             return ""
 
+    def death(self) -> int | None:
+        """See `Jail.death`."""
+        return self._jail.death()
+
     def kill(self) -> None:
         """Kill it; see `end`."""
         self._jail.kill()

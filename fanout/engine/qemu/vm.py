@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from fanout.engine import rootfs
@@ -18,6 +19,7 @@ from fanout.engine.qemu.image import Image
 from fanout.engine.qemu.jail import Jail
 from fanout.engine.qemu.machine import Files, Guest, Hypervisor, Machine
 from fanout.engine.qemu.protocol import Request
+from fanout.engine.qemu.reaper import Reaper
 from fanout.engine.qemu.share import TOP, Share, Virtiofsd
 from fanout.engine.qemu.template import Templates
 from fanout.engine.spawning import Spawner
@@ -53,6 +55,7 @@ class Host:
     own_resolver: bool
     templates: Templates
     copied: Guest | None
+    reaper: Reaper
     runtime: Runtime
 
 
@@ -62,8 +65,11 @@ class VM:
     `is_taken` says that it was given its command.
     """
 
-    def __init__(self, host: Host, guest: Guest) -> None:
+    def __init__(self, host: Host, guest: Guest, died: Callable[[VM], None] = lambda vm: None) -> None:
+        """`died` is called, from another thread, if it dies by itself after it has booted."""
         self._host = host
+        self._died = died
+        self._deaths: list[int] = []
         self.guest = guest
         self._lock = threading.Lock()
         self._killed = False
@@ -85,12 +91,26 @@ class VM:
             if rehearsal is not None:
                 assert self._machine is not None
                 self._machine.rehearse(rehearsal, BOOT_S)
+            self._watch()
         except BaseException as error:
             said = self._share.said() if self._share is not None else ""
             self.end()
             if said and isinstance(error, EngineUnavailable):
                 raise EngineUnavailable(f"{error}; virtiofsd: {said}") from error
             raise
+
+    def _watch(self) -> None:
+        for part in (self._qemu, self._share):
+            death = part.death() if part is not None else None
+            if death is not None:
+                self._deaths.append(death)
+                self._host.reaper.watch(death, self._dead)
+
+    def _dead(self) -> None:
+        """A part of it is dead. Without virtiofsd the guest would wait for ever for its files."""
+        if self._qemu is not None:
+            self._qemu.kill()  # not by the machine: whoever waits for that shall find out how QEMU ended
+        self._died(self)
 
     def _copy_or_make(self) -> None:
         """Go on from the template; where there is none yet, boot, and become it on the way."""
@@ -102,10 +122,8 @@ class VM:
                 machine = self._start(files)
                 machine.wait_ready(BOOT_S)
                 machine.save(BOOT_S)
-                try:
+                with suppress(OSError):  # a full disk: the next one boots, too
                     templates.keep(self.guest, files)
-                except OSError as error:
-                    raise EngineUnavailable(f"cannot keep a template of VMs: {error}") from error
                 machine.plug(BOOT_S)
                 return
         if not self._resume(templates):
@@ -180,6 +198,9 @@ class VM:
         with self._lock:
             self._killed = True
             machine, share, self._share = self._machine, self._share, None
+            deaths, self._deaths = self._deaths, []
+        for death in deaths:
+            self._host.reaper.unwatch(death)
         try:
             if machine is not None:
                 machine.close()
