@@ -59,6 +59,7 @@ def _checks(values: Settings) -> Iterator[dict[str, Any]]:
         return
     yield _check("execs", "note", f"at most {values.max_in_flight} at once (FANOUT_MAX_IN_FLIGHT)")
     yield _guarded("bubblewrap", lambda: _engine(values, "bubblewrap"))
+    yield _network()
     yield _guarded("image", lambda: _image(values))
     yield _guarded("kvm", lambda: _kvm(values))
     yield _guarded("qemu", lambda: _qemu(values))
@@ -165,11 +166,24 @@ def _engine(values: Settings, name: str) -> dict[str, Any]:
         began = system.monotonic()
         ended = engine.start(Spec(("/bin/true",), env={"PATH": os.defpath})).wait(lambda stream, data: None)
         ms = (system.monotonic() - began) * 1e3
+        as_root: str = getattr(engine, "runs_as_root", "")
     finally:
         engine.close()
     if ended.exit_code != 0:
         return _check(name, "bad", f"/bin/true ended with {ended.exit_code} ({ended.status}) in the sandbox")
-    return _check(name, "ok", f"works; a fresh sandbox takes {ms:.0f} ms", start_ms=round(ms, 1))
+    text = f"works; a fresh sandbox takes {ms:.0f} ms"
+    if as_root:
+        text += f"; sandboxes run as this host's root in a user namespace, for {as_root} (docs/SECURITY.md)"
+    return _check(name, "ok", text, start_ms=round(ms, 1))
+
+
+def _network() -> dict[str, Any]:
+    from fanout.engine.network import MISSING, find
+
+    found = find()
+    if found is None:
+        return _check("network", "note", MISSING)
+    return _check("network", "ok", f"network=True leads out through {found.program}", path=found.program)
 
 
 def _store(values: Settings) -> dict[str, Any]:

@@ -260,6 +260,16 @@ def test_doctor(fanout: Cli) -> None:
     assert "ok  store" in text
 
 
+def test_doctor_says_whether_commands_can_be_let_out(fanout: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    for program, state in (("/usr/bin/slirp4netns", "ok"), (None, "note")):
+        monkeypatch.setattr(
+            shutil, "which", lambda name, path=None, given=program: given if name == "slirp4netns" else None
+        )
+        checks = {each["check"]: each for each in parsed(fanout("doctor", "--json"))["checks"]}
+        assert checks["network"]["state"] == state
+        assert "slirp4netns" in checks["network"]["text"]
+
+
 def test_doctor_says_what_vms_lack_and_fetches_nothing_unasked(fanout: Cli) -> None:
     checks = {each["check"]: each for each in parsed(fanout("doctor", "--json"))["checks"]}
     assert checks["image"]["state"] == checks["kvm"]["state"] == "note"
