@@ -29,6 +29,8 @@ _MAX_PATCHES = 8
 #: Changes up to this much are patched as a whole, whatever is searched, so that the next search has them.
 _EAGER_BYTES = 32 << 20
 _LOCK_STEP_S = 0.05
+#: How many files of pages that were looked into are kept until their scan files are built; others are loaded again.
+_KEPT_FILES = 1 << 17
 #: How large a file of a page that nobody looked at yet is taken to be.
 _GUESSED_BYTES = 8192
 #: How many pages' arrangements are remembered of a disk.
@@ -125,6 +127,7 @@ class _Arrangement:
         self._patched: dict[bytes, Node] = {}
         self._bases: list[Base] = []
         self._here: set[str] = set()
+        self._keeping = 0
 
     def parts(self) -> list[Part]:
         wanted = self._wanted
@@ -180,7 +183,7 @@ class _Arrangement:
             rested = self._rest(kind, identity, mine, page, end) if mine or kind == "text" else _NOTHING
             if rested is None or (mine and not rested.live):
                 copies = rested.copies if rested is not None else {}
-                yield self._base(kind, identity, page, end, here=False, copies=copies)
+                yield self._base(kind, identity, page, end, here=False, copies=copies, files=self._kept(files))
                 return
             self.known.rested[identity] = Rested(rested.live, rested.missing)
         if rested is None:  # evicted just now
@@ -210,10 +213,12 @@ class _Arrangement:
         *,
         here: bool,
         copies: Mapping[int, Copy] | None = None,
+        files: Files | None = None,
     ) -> Part:
         def build(fd: int) -> int:
-            # Loaded again, if need be: the files of all pages at once would be too many to keep.
-            found = [item for item in self._state.pages.load(page) if searchable(item[1])]
+            found = files
+            if found is None:
+                found = [item for item in self._state.pages.load(page) if searchable(item[1])]
             mine = [item for item in found if is_binary(item[1]) == (kind == "binary")]
             left_out = len(found) - len(mine)
             return write_scan(
@@ -224,6 +229,11 @@ class _Arrangement:
         facts = self._scans.facts(identity) if here else None
         size = page.count * _GUESSED_BYTES if facts is None else facts.size
         return Part(kind, identity, page.first, end, build, here, size)
+
+    def _kept(self, files: Files) -> Files | None:
+        """Return the files, to be kept until they are built, or None where too many are kept."""
+        self._keeping += len(files)
+        return files if self._keeping <= _KEPT_FILES else None
 
     def _rest(self, kind: Kind, identity: str, files: Files, page: PageRef, end: bytes | None) -> Rested | None:
         scans: dict[str, Scan] = {}
