@@ -138,13 +138,15 @@ class Uploads:
                 except NoUpload:
                     continue
 
-    def finish(self, branch_uuid: str, upload_id: str, etag: str) -> None:
-        """End an upload: completed as an object of this ETag, or (`etag` empty) aborted. Ended before is fine.
+    def finish(
+        self, branch_uuid: str, upload_id: str, etag: str, path: bytes = b"", checksum: tuple[str, ...] = ()
+    ) -> None:
+        """End an upload: completed as such an object, or (`etag` empty) aborted. Ended before is fine.
 
         The parts of an aborted one stay until a collection: a commit of them may be on its way.
         """
         key = layout.upload_end_key(self._disk_id, branch_uuid, upload_id)
-        end = UploadEnd(etag, self._runtime.now_ns(), self._runtime.token_bytes(8))
+        end = UploadEnd(etag, self._runtime.now_ns(), self._runtime.token_bytes(8), path, checksum)
         try:
             create_record(self._store, key, encode_end(end), "it has ended", self._runtime)
         except Exists:

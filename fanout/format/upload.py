@@ -53,11 +53,13 @@ class PartRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class UploadEnd(msgspec.Struct, frozen=True, array_like=True):
-    """An upload is over: aborted (`etag` empty), or completed as an object of this ETag."""
+    """An upload is over: aborted (`etag` empty), or completed as an object of this path, ETag and checksum."""
 
     etag: str
     time_ns: int
     nonce: bytes
+    path: bytes = b""
+    checksum: tuple[str, ...] = ()
 
 
 _uploads = msgspec.msgpack.Decoder(UploadRecord)

@@ -137,7 +137,7 @@ def checked_tags(tags: Sequence[tuple[str, str]]) -> str:
     for name, value in tags:
         if not 1 <= len(name) <= _TAG_NAME_CHARACTERS or len(value) > _TAG_VALUE_CHARACTERS:
             raise S3Error("InvalidTag", "The TagKey or TagValue you have provided is invalid.")
-    return urlencode(tags)
+    return urlencode(sorted(tags))
 
 
 def posix_of(headers: Mapping[str, str], usual_mode: int) -> Posix:

@@ -229,8 +229,8 @@ def _complete(call: Call, data: bytes) -> Reply:
     branch = call.disk.writable(call.point)
     upload_id = call.query.get("uploadId", "")
     ended = call.disk.uploads.end(branch.uuid, upload_id)
-    if ended is not None and ended.etag:  # the answer to this call was lost, perhaps
-        return _completed(call, ended.etag, ())
+    if ended is not None and ended.etag and ended.path == call.request.key:  # the answer was lost, perhaps
+        return _completed(call, ended.etag, ended.checksum)
     uuid, upload_id, record = _upload(call)
     parts = _chosen(call, uuid, upload_id, record, wanted)
     md5 = hashlib.md5(b"".join(part.md5 for part in parts), usedforsecurity=False).digest()
@@ -256,7 +256,7 @@ def _complete(call: Call, data: bytes) -> Reply:
         return plan_put(tree, record.path, node)
 
     call.commit(plan, f"put {shown(record.path)} in {len(parts)} parts")
-    call.disk.uploads.finish(uuid, upload_id, etag)
+    call.disk.uploads.finish(uuid, upload_id, etag, record.path, checksum)
     return _completed(call, etag, checksum)
 
 
