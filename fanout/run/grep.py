@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ __all__ = ["Searcher"]
 
 #: Binary files that match are named up to this many. Held by tests/contract/test_api_grep.py.
 _MAX_NAMES = 100
+_COMPILED = 256
 
 
 class Searcher:
@@ -49,6 +51,8 @@ class Searcher:
         self.host = socket.gethostname()
         self.cores = len(os.sched_getaffinity(0))
         self.indexer = Indexer()
+        #: Patterns that are known to compile, the last used last.
+        self.compiled: OrderedDict[tuple[str, ...], None] = OrderedDict()
         self._lock = threading.Lock()
         self._idle = threading.Condition(self._lock)
         self._running: set[_Search] = set()
@@ -159,25 +163,31 @@ class _Search:
         timer.start()
         shards: list[Shard] = []
         held: list[Held] = []
-        check = Check(query.pattern, self._rg)
+        compiled = self._searcher.compiled
+        check = None if query.pattern.options in compiled else Check(query.pattern, self._rg)
         try:
             wanted = Wanted(query.directory, query.binary, query.selects if query.selective else None)
             parts, held = arrange(
                 self._scans, self._disk.id, state, self._disk.reader, wanted,
-                lambda: self._stopped.is_set() or check.refused,
+                lambda: self._stopped.is_set() or (check is not None and check.refused),
             )  # fmt: skip
             rule_out(parts, query, self._scans, self._rg, self._searcher.cores)
-            check.finish(self._deadline_s - self._monotonic())
+            if check is not None:
+                check.finish(self._deadline_s - self._monotonic())
+                compiled[query.pattern.options] = None
+                while len(compiled) > _COMPILED:
+                    compiled.popitem(last=False)
             shards = split(parts, query.concurrency or self._searcher.cores)
             with Ahead(self._scans, shards, lambda part: self._stopped.is_set() or self._beyond(part.first)) as ahead:
                 self._ahead = ahead
                 self._run_all(shards)
         except Stopped:
-            if check.refused:
+            if check is not None and check.refused:
                 check.finish(0.0)
         finally:
             timer.cancel()
-            check.abandon()
+            if check is not None:
+                check.abandon()
             for each in held:
                 each.release()
         self._searcher.indexer.want(self._unindexed)
