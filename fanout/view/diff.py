@@ -355,7 +355,7 @@ class _Diff:
             origin = self._state.get(file.metacopy)
             if origin is not None and origin.kind == FILE:
                 data, size, digest = origin.data, origin.size, origin.digest
-        elif same is not None and same.size == size and same.data != data and _has_parts(same):
+        elif same is not None and same.size == size and same.data != data and self._is_cut_otherwise(same):
             blobs = self._state.blob_bytes()
             if same_bytes(self._reader, blobs, same, data, root_fd, file.local):
                 data, digest = same.data, same.digest
@@ -367,6 +367,12 @@ class _Diff:
         if same is None or not same.xattrs or not same_content(same, node):
             return node
         return msgspec.structs.replace(node, xattrs=_with_reserved(node.xattrs, same))
+
+    def _is_cut_otherwise(self, node: Node) -> bool:
+        """Whether the hashes of a stored content's runs say nothing of an equal one that was cut into extents anew."""
+        extent = self._packer.tuning.extent_bytes
+        parts = any(ref.length >= 0 or ref.pack == HOLE for ref in node.data)
+        return not node.digest and (parts or any(ref.raw != extent for ref in node.data[:-1]))
 
     def _aliases(
         self, root_fd: int, first: _File, names: Mapping[bytes, Node | None]
@@ -413,7 +419,3 @@ def _with_reserved(xattrs: tuple[tuple[bytes, bytes], ...], base: Node | None) -
     """Add what no mount shows and no command can change: it stays as it was."""
     kept = reserved(base) if base is not None and base.xattrs else ()
     return tuple(sorted((*kept, *xattrs))) if kept else xattrs
-
-
-def _has_parts(node: Node) -> bool:
-    return not node.digest and any(ref.length >= 0 or ref.pack == HOLE for ref in node.data)

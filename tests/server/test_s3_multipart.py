@@ -84,7 +84,11 @@ def test_an_upload(server: Running, s3: Any, disk_name: str) -> None:
     again = s3.complete_multipart_upload(**up, MultipartUpload=wanted)
     assert again["ETag"] == done["ETag"], "the first answer may have been lost"
     assert refused(s3.upload_part, **up, PartNumber=1, Body=b"") == (404, "NoSuchUpload")
-    assert exec_on(server, disk_name, "md5sum < d/big")["stdout"].split()[0] == hashlib.md5(body).hexdigest()
+    told = exec_on(server, disk_name, "md5sum < d/big; chmod 700 d/big")["stdout"]
+    assert told.split()[0] == hashlib.md5(body).hexdigest()
+    head = s3.head_object(Bucket=disk_name, Key="d/big")
+    assert head["ETag"] == done["ETag"], "its bytes are the same, however they are cut into runs"
+    assert head["ResponseMetadata"]["HTTPHeaders"]["x-archil-mode"] == "0700"
 
 
 def test_the_rules(s3: Any, disk_name: str) -> None:
