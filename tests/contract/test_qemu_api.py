@@ -16,7 +16,7 @@ from fanout.errors import Invalid
 from fanout.model import Finished, Output
 from fanout.store.memory import MemoryStore
 from tests.support.connections import connected
-from tests.support.guests import image_or_skip, qemu_cache
+from tests.support.guests import with_image
 
 pytestmark = pytest.mark.anyio
 
@@ -24,14 +24,6 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture(scope="module")
 def anyio_backend() -> str:
     return "asyncio"
-
-
-def with_image(cache: Path) -> Path:
-    """Let a cache directory have the image that all tests share."""
-    image_or_skip()
-    cache.mkdir()
-    (cache / "qemu").symlink_to(qemu_cache() / "qemu")
-    return cache
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +106,23 @@ async def test_output_is_streamed_and_cancelling_leaves_nothing(fo: Fanout, disk
     assert await disk.head_object("never") is None
     run = await fo.exec("sleep 600", disks={"w": disk}, timeout_s=0.5)
     assert (run.status, run.exit_code) == ("timed_out", None)
+
+
+async def test_output_is_exact_whatever_it_is(fo: Fanout) -> None:
+    """The field's cases 2 to 4, 7 and 9 (tests/contract/test_cases_exec.py), in two VMs."""
+    script = """
+head -c 1048576 /dev/zero | tr '\\0' o & head -c 1048576 /dev/zero | tr '\\0' e >&2 & wait
+printf '%s\\n' "$QUOTES" "$LINES2"; i=0; while [ $i -lt 2000 ]; do printf '☕☕☕☕☕'; i=$((i+1)); done
+"""
+    env = {"QUOTES": "a 'b' \"c\" `d` $(e) \\", "LINES2": "one\ntwo ☕ =x="}
+    run = await fo.exec(script, env=env, timeout_s=120)
+    assert run.stderr_bytes == b"e" * (1 << 20)
+    assert run.stdout_total == (1 << 20) + len((env["QUOTES"] + env["LINES2"]).encode()) + 2 + 30_000
+    assert run.stdout.endswith("☕" * 5000)
+    assert "\ufffd" not in run.stdout[-20_000:]
+    data = bytes(range(256)) * 4096
+    echoed = await fo.exec("cat; exit 9", stdin=data, timeout_s=120)
+    assert (echoed.exit_code, echoed.stdout_bytes) == (9, data)
 
 
 def test_the_demo_runs_in_vms(tmp_path: Path) -> None:

@@ -60,6 +60,14 @@ def image_or_skip() -> Image:
     return made
 
 
+def with_image(cache: Path) -> Path:
+    """Let a cache directory have the image that all tests share."""
+    image_or_skip()
+    cache.mkdir()
+    (cache / "qemu").symlink_to(qemu_cache() / "qemu")
+    return cache
+
+
 @functools.cache
 def agent_program() -> bytes | str:
     """Return the agent compiled for this host, or why it cannot be."""
