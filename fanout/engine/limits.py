@@ -19,7 +19,7 @@ from pathlib import Path
 
 from fanout.engine.base import Limits
 
-__all__ = ["Cgroup", "Cgroups", "delegated_parent", "rlimits", "spread"]
+__all__ = ["Cgroup", "Cgroups", "delegated_parent", "memory_left", "rlimits", "spread"]
 
 #: Open files of a command: many programs close all possible descriptors one by one, so "unlimited" is a trap.
 OPEN_FILES = 65536
@@ -124,6 +124,22 @@ def delegated_parent(
         return None
     parent = (mount / own.lstrip("/")).parent
     return parent if usable(parent) and _marked(parent, attribute) else None
+
+
+def memory_left(proc_self_cgroup: str, mount: Path = Path("/sys/fs/cgroup")) -> list[int]:
+    """Return what our cgroup (v2) and those above it leave us of their memory, in bytes, where they are limited."""
+    own = next((line[3:] for line in proc_self_cgroup.splitlines() if line.startswith("0::")), "/")
+    inside = mount / own.lstrip("/")
+    left = []
+    for above in (inside, *inside.parents):
+        if not above.is_relative_to(mount):
+            break
+        try:
+            most, used = (int((above / name).read_text()) for name in ("memory.max", "memory.current"))
+            left.append(max(0, most - used))
+        except (OSError, ValueError):
+            continue  # no limit here ("max"), or no such controller
+    return left
 
 
 def usable(parent: Path) -> bool:

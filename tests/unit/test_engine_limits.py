@@ -166,3 +166,13 @@ def test_usage_is_exact_and_the_program_is_no_reaper() -> None:
     assert (code, reaper) == (0, 0)
     assert 0.01 < cpu_s < 10
     assert 50_000_000 < rss < 500_000_000
+
+
+def test_the_memory_that_is_left_is_that_of_every_cgroup_above(tmp_path: Path) -> None:
+    for name, most, used in (("", "9000", "0"), ("a", "max", "5"), ("a/b", "1000", "400"), ("a/b/c", "500", "600")):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "memory.max").write_text(f"{most}\n")
+        (tmp_path / name / "memory.current").write_text(f"{used}\n")
+    assert limits.memory_left("12:cpu:/x\n0::/a/b\n", tmp_path)[:2] == [600, 9000]
+    assert limits.memory_left("0::/a/b/c\n", tmp_path)[0] == 0
+    assert limits.memory_left("1:name=x:/\n", tmp_path / "nowhere") == []

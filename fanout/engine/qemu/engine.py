@@ -332,8 +332,7 @@ def _boots() -> int:
 
 
 def _memory_for_vms() -> int:
-    """How much memory all VMs may take together: most of what is free now."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024 * MEMORY_PERCENT // 100
-    raise EngineUnavailable("/proc/meminfo does not tell how much memory is free")
+    """How much memory all VMs may take together: most of what is free now, on this host and in our cgroup."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return min([free, *limits.memory_left(Path("/proc/self/cgroup").read_text())]) * MEMORY_PERCENT // 100
