@@ -45,27 +45,30 @@ class Group:
                 self._changed.notify_all()
 
     def land(self, mine: Waiting, commit: Callable[[list[Waiting]], None]) -> None:
-        """Return when `mine` is done: by another caller's `commit` of a group, or by this one's."""
+        """Return when `mine` is done: by another caller's `commit` of a group, or by this one's.
+
+        Only who has something to do is woken: waking all who wait costs more than the commit.
+        """
         with self._changed:
             self._queue.append(mine)
+            if not self._leading:
+                self._leading = mine.leads = True
             self._changed.notify_all()
         try:
-            while self._lead_or_wait(mine, commit):
-                pass
+            if not mine.leads:
+                mine.turn.acquire()
+            while not mine.done:
+                self._lead(mine, commit)
         except BaseException:
-            with self._changed:  # interrupted: nobody is to commit it later
+            with self._changed:  # interrupted: nobody is to commit it later, nor to wait for it to lead
                 if mine in self._queue:
                     self._queue.remove(mine)
+                if mine.leads:
+                    self._pass_on(mine)
             raise
 
-    def _lead_or_wait(self, mine: Waiting, commit: Callable[[list[Waiting]], None]) -> bool:
-        """Wait until `mine` is done or nobody leads; then lead one group. Returns whether to go on."""
-        with self._changed:
-            while self._leading and not mine.done:
-                self._changed.wait()
-            if mine.done:
-                return False
-            self._leading = True
+    def _lead(self, mine: Waiting, commit: Callable[[list[Waiting]], None]) -> None:
+        """Commit one group, which need not hold `mine`, and then let another lead, if it did."""
         batch: list[Waiting] = []
         try:
             with self._changed:
@@ -74,11 +77,20 @@ class Group:
             commit(batch)
         finally:
             with self._changed:
-                self._leading = False
                 for waiting in batch:
                     waiting.done = True
-                self._changed.notify_all()
-        return not mine.done
+                    if waiting is not mine:
+                        waiting.turn.release()
+                if mine.done:
+                    self._pass_on(mine)
+
+    def _pass_on(self, mine: Waiting) -> None:
+        """Let whoever is first in the queue lead, if there is anybody."""
+        mine.leads = False
+        self._leading = bool(self._queue)
+        if self._queue:
+            self._queue[0].leads = True
+            self._queue[0].turn.release()
 
     def _gather(self) -> None:
         """Hold the group open while announced writers keep arriving, as long as its first member can afford.

@@ -5,6 +5,7 @@ Owns the values that wait in a branch's queue. Knows nothing of how they land.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -57,14 +58,20 @@ class Landed:
 
 
 class Waiting:
-    """A proposal in the queue and, later, its outcome. `touched` is what others changed from its base to `seen`."""
+    """A proposal in the queue and, later, its outcome. `touched` is what others changed from its base to `seen`.
 
-    __slots__ = ("done", "error", "landed", "proposal", "seen", "touched")
+    `turn` is held until it is `done` or the one that `leads` the next group: its caller waits for it.
+    """
+
+    __slots__ = ("done", "error", "landed", "leads", "proposal", "seen", "touched", "turn")
 
     def __init__(self, proposal: Proposal, seen: int, touched: Mapping[bytes, int]) -> None:
         self.proposal = proposal
         self.seen = seen
         self.touched = touched
         self.done = False
+        self.leads = False
+        self.turn = threading.Lock()
+        self.turn.acquire()
         self.landed: Landed | None = None
         self.error: BaseException | None = None
