@@ -9,7 +9,7 @@ the log, which is no longer than `stale_s` (docs/GC.md). One that slept longer l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 from fanout.disk.fresh import store_now
 from fanout.disk.record import create_record
@@ -54,7 +54,7 @@ def remove_disk(store: Store, record: DiskRecord, runtime: Runtime, stale_s: flo
 
 def _seal_end(store: Store, disk_id: str, uuid: str, begin: int, runtime: Runtime) -> None:
     """Put a seal where the log's next entry would go. Commits that come meanwhile are before it."""
-    key: Callable[[int], str] = lambda seq: layout.log_key(disk_id, uuid, seq)  # noqa: E731
+    key = partial(layout.log_key, disk_id, uuid)
     tail = begin
     while True:
         found = (meta.key for meta in store.list(layout.log_prefix(disk_id, uuid), start_after=key(tail)))

@@ -321,6 +321,7 @@ def test_a_spawner_short_of_files_gives_typed_errors(engine: BubblewrapEngine) -
     spec = Spec(["/bin/sh", "-c", "exit 6"])
     assert engine.start(spec).wait(lambda *_: None).exit_code == 6  # one that just began may hold more for a moment
     spawner = spawner_of(engine)
+    assert wait_until(lambda: children(spawner) == [])
     its = len(os.listdir(f"/proc/{spawner}/fd"))
     _, hard = resource.prlimit(spawner, resource.RLIMIT_NOFILE)
     failed = 0
@@ -334,7 +335,7 @@ def test_a_spawner_short_of_files_gives_typed_errors(engine: BubblewrapEngine) -
     resource.prlimit(spawner, resource.RLIMIT_NOFILE, (hard, hard))
     assert engine.start(spec).wait(lambda *_: None).exit_code == 6
     assert spawner_of(engine) == spawner
-    assert wait_until(lambda: len(os.listdir(f"/proc/{spawner}/fd")) <= its)
+    assert wait_until(lambda: len(os.listdir(f"/proc/{spawner}/fd")) == its)
     assert children(spawner) == []
 
 
