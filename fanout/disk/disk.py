@@ -15,6 +15,7 @@ from fanout.disk.data import Packer, Reader
 from fanout.disk.fresh import PackAges
 from fanout.disk.fsck import Checked, check
 from fanout.disk.gc import GRACE_S, KEEP_HISTORY_S, Collected, collect
+from fanout.disk.index import WordIndex
 from fanout.disk.load import lineage_at
 from fanout.disk.merge import Intent, Policy, intent_of
 from fanout.disk.moves import plan_copy, plan_move
@@ -64,6 +65,7 @@ class Disk:
     def __init__(self, store: Store, record: DiskRecord, runtime: Runtime, tuning: Tuning) -> None:
         self.record = record
         self.reader = Reader(store, record.id)
+        self.index = WordIndex(store, record.id, runtime)
         self.runtime = runtime
         self.tuning = tuning
         self._store = store

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from fanout.disk.damage import Damage, Line, Problem, verify_page
+from fanout.disk.index import damaged_indexes
 from fanout.disk.reach import LogView, in_parallel, list_logs
 from fanout.disk.state import Pages, State
 from fanout.errors import Corrupt, NotFound
@@ -29,7 +30,7 @@ from fanout.format.entry import (
     decode_entry,
 )
 from fanout.format.extents import size_of
-from fanout.format.pack import decode_footer, decode_frame
+from fanout.format.pack import decode_footer, decode_frame, is_text_pack
 from fanout.format.tree import DIR, FILE, HOLE, SYMLINK, Node, PageRef, Ref, decode_snap, parents, subtree_end
 from fanout.format.trim import Kept, decode_kept
 from fanout.runtime import Runtime
@@ -85,6 +86,7 @@ class _Check:
         self._checkpoints: dict[str, CheckpointRecord] = {}
         self._pages = Pages(self._store, record.id, 16 << 10)
         self._seen_pages: dict[bytes, tuple[bytes, int, int]] = {}
+        self._searched: dict[bytes, tuple[int, int]] = {}  # how many text and binary files of a page are searched
         self._refs: dict[bytes, set[int]] = {}
         self._trees: set[str] = set()
         self._counted: set[str] = set()
@@ -100,6 +102,8 @@ class _Check:
             self._check_tree(line)
         self._check_packs()
         self._damage.trace(self._lines(), self._history(), self._kept_entries())
+        for key, what in damaged_indexes(self._store, self._disk.id, self._searched, quick=self._quick):
+            self._damage.add(key, f"{what}; nothing needs it, it may be deleted")
         self._result.problems = list(self._damage.problems.values())
         self._result.more_problems = self._damage.more
         self._result.bytes_read = self._store.usage().bytes_read
@@ -355,6 +359,8 @@ class _Check:
                 self._check_node(key, path, node)
                 for ref in node.data:
                     self._want(ref)
+        texts = [not n.data or is_text_pack(n.data[0].pack) for _, n in entries if n.kind == FILE and n.size > 0]
+        self._searched[page.hash] = sum(texts), len(texts) - sum(texts)
         files = [node for _, node in entries if node.kind != DIR]
         return page, (entries[-1][0], len(files), sum(node.size for _, node in entries))
 

@@ -12,6 +12,7 @@ from itertools import islice
 
 from fanout.disk.calls import old_calls
 from fanout.disk.fresh import store_now
+from fanout.disk.index import unused_indexes
 from fanout.disk.log import Log
 from fanout.disk.reach import LogView, Reach
 from fanout.disk.record import pause, read_back
@@ -42,6 +43,7 @@ class Collected:
     pages: int
     snaps: int
     entries: int
+    indexes: int
     probes: int
     freed_bytes: int
     kept_packs: int
@@ -57,17 +59,22 @@ class _Garbage:
     snaps: dict[str, int]
     records: dict[str, int]
     uploads: dict[str, int]
+    indexes: dict[str, int]
     pages: dict[str, int]
     packs: dict[str, int]
     probes: dict[str, int]
 
     def keys(self) -> Iterator[str]:
-        for kind in (self.entries, self.snaps, self.records, self.uploads, self.pages, self.packs, self.probes):
+        for kind in self._kinds():
             yield from kind
 
     def freed(self) -> int:
-        kinds = (self.entries, self.snaps, self.records, self.uploads, self.pages, self.packs, self.probes)
-        return sum(sum(kind.values()) for kind in kinds)
+        return sum(sum(kind.values()) for kind in self._kinds())
+
+    def _kinds(self) -> tuple[dict[str, int], ...]:
+        return (
+            self.entries, self.snaps, self.records, self.uploads, self.indexes, self.pages, self.packs, self.probes,
+        )  # fmt: skip
 
 
 def collect(
@@ -108,7 +115,8 @@ def collect(
                 _announce(store, layout.trim_key(record.id, view_uuid, view.boundary), runtime)
                 store.put(layout.kept_key(record.id, view_uuid, view.boundary), encode_kept(view.kept))
     probes = _old(store.list("probe/"), min(oldest_ns, now_ns - _PROBE_NS)) | old_calls(store, now_ns)
-    garbage = _Garbage({}, {}, {}, dict(reach.old_uploads), pages, packs, probes)
+    indexes = unused_indexes(store, record.id, reach.pages, oldest_ns)
+    garbage = _Garbage({}, {}, {}, dict(reach.old_uploads), indexes, pages, packs, probes)
     for uuid, view in reach.logs.items():
         _add_trimmed(garbage, record.id, uuid, view)
     if not dry_run:
@@ -119,6 +127,7 @@ def collect(
         pages=len(pages),
         snaps=len(garbage.snaps),
         entries=len(garbage.entries),
+        indexes=len(indexes),
         probes=len(garbage.probes),
         freed_bytes=garbage.freed(),
         kept_packs=there["count"] - len(packs),

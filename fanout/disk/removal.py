@@ -49,6 +49,8 @@ def remove_disk(store: Store, record: DiskRecord, runtime: Runtime, stale_s: flo
             store.delete(batch)
             batch = []
     store.delete([*batch, last])
+    # Whoever stores an index looks for the record afterwards, and takes it back where there is none (index.py).
+    store.delete([meta.key for meta in store.list(layout.index_prefix(record.id))])
     store.delete([layout.name_key(record.name)])
 
 

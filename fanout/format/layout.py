@@ -28,7 +28,10 @@ __all__ = [
     "checkpoint_prefix",
     "disk_key",
     "disk_prefix",
+    "index_key",
+    "index_prefix",
     "is_disk_id",
+    "is_index_key",
     "is_log_key",
     "is_seq_key",
     "kept_key",
@@ -69,6 +72,7 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _SEQ_KEY = re.compile(r".*/[0-9]{20}")
 _PART_KEY = re.compile(r".*/part/([0-9]{5})-[0-9]{20}-[0-9a-f]+")
 _RESCUE = re.compile(r"rescue/[a-z0-9][a-z0-9._-]{0,62}")
+_INDEX_KEY = re.compile(r".*/index/[0-9a-f]{32}")
 _DISK_ID = re.compile(r"dsk-[0-9a-f]{16}")
 
 
@@ -179,6 +183,20 @@ def page_key(disk_id: str, page_hash: bytes) -> str:
 def pack_key(disk_id: str, pack_id: bytes) -> str:
     digits = pack_id.hex()
     return f"disks/{disk_id}/pack/{digits[-2:]}/{digits}"
+
+
+def index_prefix(disk_id: str) -> str:
+    return f"disks/{disk_id}/index/"
+
+
+def index_key(disk_id: str, identity: str) -> str:
+    """Return the key of an index object; `identity` is 32 random hex digits."""
+    return f"disks/{disk_id}/index/{identity}"
+
+
+def is_index_key(key: str) -> bool:
+    """Whether `key` is that of an index object."""
+    return _INDEX_KEY.fullmatch(key) is not None
 
 
 def uploads_prefix(disk_id: str, branch_uuid: str = "") -> str:
