@@ -3,7 +3,7 @@
 Owns the cache directory: what is in it, who uses it, what is removed when. Knows nothing of what a tree holds.
 
     base/<id>/tree, delta/<id>/tree   immutable once there; built in tmp/ and renamed into place
-    scan/<id>/tree                    the same, for searches (scan.py)
+    scan/<id>/tree, words/<id>/tree   the same, for searches (scan.py, published.py)
     base/<id>/entry                   size in bytes and the boot it was built in
     note/<name>                       what a process wants others to know, replaced as a whole; may go at any time
     lease/<kind>-<id>                 flock: shared in use, exclusive to build or evict; its mtime is the last use
@@ -35,11 +35,11 @@ from fanout.view.scratch import Scratch, ScratchPool, spread
 
 __all__ = ["HostCache", "Known", "Lease"]
 
-Kind = Literal["base", "delta", "scan"]
+Kind = Literal["base", "delta", "scan", "words"]
 #: Builds a tree below an open directory; returns its size on disk in bytes.
 Builder = Callable[[int], int]
 
-_KINDS: tuple[Kind, ...] = ("delta", "base", "scan")
+_KINDS: tuple[Kind, ...] = ("delta", "base", "scan", "words")
 _SCRATCH = ("tmp", "upper", "trash")
 #: More unused deltas than this are removed even where there is room: an old delta is of little use.
 _MAX_IDLE_DELTAS = 64
@@ -150,6 +150,10 @@ class HostCache:
     def has(self, kind: Kind, identity: str) -> bool:
         """Whether a tree is there (it may be evicted before a lease is taken)."""
         return os.path.exists(self._path(kind, identity, "entry"))
+
+    def those_there(self, kind: Kind, prefix: str) -> list[str]:
+        """Return the ids of a kind that begin with `prefix` and are there (each may be evicted before it is leased)."""
+        return sorted(identity for identity in os.listdir(self._path(kind)) if identity.startswith(prefix))
 
     def tree_path(self, kind: Kind, identity: str) -> str:
         return self._path(kind, identity, "tree")
