@@ -28,7 +28,7 @@ from fanout.local import LocalFanout
 from fanout.local_disk import LocalDisk
 from fanout.store.memory import MemoryStore
 from fanout.view import bases, parts
-from tests.support.ripgrep import Said, decoded, ripgrep
+from tests.support.ripgrep import Said, decoded, flags, ripgrep
 
 TUNING = Tuning(
     page_entries=4, fold_entries=5, inline_bytes=300, small_file_bytes=64, extent_bytes=48, pack_bytes=300,
@@ -192,15 +192,7 @@ def rewritten(state: Any, path: bytes, node: Node, kind: str, more: Any) -> list
 
 
 def expected(top: Path, syntax: str, pattern: str, given: dict[str, Any]) -> Said:
-    flags = {"rust": [], "pcre2": ["-P"], "fixed": ["-F"], "ere": []}[syntax]
-    flags += ["-i"] if given["ignore_case"] else []
-    flags += ["-w"] if given["word"] else []
-    flags += [] if given["recursive"] else ["--max-depth=1"]
-    for glob in given["include"]:
-        flags += ["-g", glob]
-    for glob in given["exclude"]:
-        flags += ["-g", "!" + glob]
-    return ripgrep(top, pattern, flags, given["directory"].strip("/"))
+    return ripgrep(top, pattern, flags(syntax, given), given["directory"].strip("/"))
 
 
 def compare(disk: Any, top: Path, syntax: str, pattern: str, given: dict[str, Any]) -> None:
