@@ -28,9 +28,10 @@ from fanout.run.grep_lines import Collector, Found, read_lines
 from fanout.run.grep_plan import Ahead, Shard, split
 from fanout.run.grep_query import Query
 from fanout.run.indexer import Indexer
-from fanout.run.ripgrep import Check, Program, Search, program
+from fanout.run.ripgrep import Check, Program, Search, Source, program
 from fanout.run.rule_out import rule_out
 from fanout.runtime import Runtime
+from fanout.view.blocks import size_of
 from fanout.view.parts import Part, Wanted, arrange
 from fanout.view.scan import Scan, Stopped
 from fanout.view.scans import Held, Scans
@@ -279,7 +280,8 @@ class _Search:
     def _search(self, shard: Shard, runs: list[list[tuple[Part, Scan]]]) -> int:
         """Search runs of scan files; returns how many were done with when nothing more of one was wanted."""
         scans = [each for run in runs for each in run]
-        search = Search(self._rg, self._query.pattern, [scan.data_path for _, scan in scans])
+        sources = [Source(scan.data_path, part.ranges) for part, scan in scans]
+        search = Search(self._rg, self._query.pattern, sources)
         with self._lock:
             self._running.add(search)
         if self._stopped.is_set():
@@ -299,8 +301,8 @@ class _Search:
             shard.done.problem = problem
         done = len(runs) if over is None else over + 1
         for part, scan in (each for run in runs[:done] for each in run):
-            shard.done.bytes_scanned += scan.size
-            if part.kind != "patch" and not os.path.exists(scan.words_path):
+            shard.done.bytes_scanned += scan.size if part.ranges is None else size_of(part.ranges)
+            if part.kind != "patch" and not os.path.exists(scan.places_path):
                 self._unindexed[f"{part.kind}:{os.path.dirname(scan.data_path)}"] = scan.size
         return done
 

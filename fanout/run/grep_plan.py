@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from fanout.disk.paths import shown
 from fanout.model import GrepShard
+from fanout.view.blocks import size_of
 from fanout.view.parts import Part
 from fanout.view.scan import Stopped
 from fanout.view.scans import Held, Scans
@@ -105,7 +106,9 @@ def _chains(parts: Sequence[Part]) -> list[list[Part]]:
 
 
 def _weight(part: Part) -> int:
-    return 0 if part.ruled_out else part.size
+    if part.ruled_out:
+        return 0
+    return part.size if part.ranges is None else size_of(part.ranges)
 
 
 def _runs(parts: Sequence[Part], share: float, most: int | None = None) -> Iterator[list[Part]]:

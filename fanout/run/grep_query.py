@@ -14,7 +14,7 @@ from fanout.errors import Invalid
 from fanout.model import GrepOutput, GrepSyntax
 from fanout.run.ere import rust_of_ere
 from fanout.run.globs import Globs
-from fanout.run.needs import Need, needs_of_literal, needs_of_regex
+from fanout.run.needs import Needs, needs_of_literal, needs_of_regex
 from fanout.run.ripgrep import MAX_PATTERN_BYTES, Pattern, compile_pattern
 
 __all__ = [
@@ -36,10 +36,10 @@ MAX_CONCURRENCY = 100
 
 @dataclass(frozen=True, slots=True)
 class Query:
-    """A search, checked. `directory` is a tree path; `needs` are literals of which every match holds one, if known."""
+    """A search, checked. `directory` is a tree path; `needs` is what is known of its matches."""
 
     pattern: Pattern
-    needs: tuple[Need, ...]
+    needs: Needs
     ignore_case: bool
     directory: bytes
     recursive: bool
@@ -131,9 +131,7 @@ def _check_int(name: str, value: int, low: int, high: int) -> int:
     return value
 
 
-def _pattern(
-    pattern: str | bytes, syntax: GrepSyntax, ignore_case: bool, word: bool
-) -> tuple[Pattern, tuple[Need, ...]]:
+def _pattern(pattern: str | bytes, syntax: GrepSyntax, ignore_case: bool, word: bool) -> tuple[Pattern, Needs]:
     if not isinstance(pattern, str | bytes):
         raise Invalid.argument("pattern", pattern, "str or bytes")
     try:

@@ -8,17 +8,22 @@ configuration file of the host's user reaches the program.
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import importlib.metadata
+import io
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, groupby, pairwise
 from typing import IO, NamedTuple
 
 from fanout.errors import EngineUnavailable, Invalid, Unavailable
@@ -30,9 +35,10 @@ __all__ = [
     "Pattern",
     "Program",
     "Search",
+    "Source",
     "compile_pattern",
-    "files_that_match",
     "find_spans",
+    "lines_that_match",
     "program",
 ]
 
@@ -41,6 +47,7 @@ MAX_PATTERN_BYTES = 16 << 10
 _OLDEST = (14, 0)
 _CHUNK = 1 << 16
 _STDERR_BYTES = 64 << 10
+_PIPE_BYTES = 1 << 20
 _PLAIN = ("--no-config", "--text", "--color=never", "--encoding=none", "--no-ignore", "--no-messages")
 #: Lines end with newlines only, are searched as bytes whatever they hold, and only their offsets are wanted: of a line
 #: longer than one byte ripgrep prints a remark instead.
@@ -182,19 +189,24 @@ class Check:
             self._process.communicate()
 
 
-def files_that_match(
-    found: Program, expressions: Sequence[str], *, ignore_case: bool, files: Sequence[str], threads: int
-) -> set[str] | None:
-    """Return which files have a line that any of the expressions matches; None if that could not be learned."""
-    options = ["--ignore-case" if ignore_case else "--case-sensitive", "--files-with-matches", "--mmap"]
+def lines_that_match(
+    found: Program, expressions: Sequence[str], *, ignore_case: bool, files: Sequence[str], threads: int, most: int
+) -> dict[str, list[int]] | None:
+    """Return by file the offsets of the first `most` lines that an expression matches; None if that was not learned."""
+    options = ["--ignore-case" if ignore_case else "--case-sensitive", f"--max-count={most}", "--mmap"]
     for expression in expressions:
         options += ["-e", expression]
-    words = [found.path, *_PLAIN, f"--threads={threads}", *options, "--", *files]
+    words = [found.path, *_OPTIONS, f"--threads={threads}", *options, "--", *files]
     try:
         done = subprocess.run(words, capture_output=True, timeout=30, check=False, env=_ENVIRONMENT, cwd="/")
     except (OSError, subprocess.SubprocessError):
         return None
-    return {os.fsdecode(line) for line in done.stdout.split(b"\n")} if done.returncode in (0, 1) else None
+    if done.returncode not in (0, 1):
+        return None
+    lines: dict[str, list[int]] = {}
+    for number, offset in _parsed(io.BytesIO(done.stdout), {os.fsencode(file): n for n, file in enumerate(files)}):
+        lines.setdefault(files[number], []).append(offset)
+    return lines
 
 
 def find_spans(found: Program, pattern: Pattern, lines: Sequence[bytes]) -> dict[int, list[tuple[int, int]]]:
@@ -238,32 +250,98 @@ def _reason(stderr: bytes, given: str) -> str:
     return f"it does not compile: {text or 'no reason given'}"
 
 
+class Source(NamedTuple):
+    """A file to search, or only these ranges of it, ascending, each from the start of a line to the end of one."""
+
+    path: str
+    ranges: tuple[tuple[int, int], ...] | None = None
+
+
+class _Piped:
+    """Ranges of files that follow each other, as ripgrep reads them: from one pipe, after `open`."""
+
+    def __init__(self, sources: Sequence[tuple[int, Source]]) -> None:
+        self._pieces = [
+            (number, source.path, start, end) for number, source in sources for start, end in source.ranges or ()
+        ]
+        self._starts = [0, *accumulate(end - start for _, _, start, end in self._pieces)]
+        self.reads, self._writes = os.pipe2(os.O_CLOEXEC)
+        with contextlib.suppress(OSError):  # only so many may be large
+            fcntl.fcntl(self._writes, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+
+    def place(self, offset: int) -> tuple[int, int]:
+        """Return the number of the source and the place in its file of what is at an offset of the pipe."""
+        at = bisect_right(self._starts, offset) - 1
+        number, _, start, _ = self._pieces[at]
+        return number, start + offset - self._starts[at]
+
+    def feed(self) -> None:
+        """Write everything; raises OSError, which is BrokenPipeError if nobody reads on."""
+        try:
+            for path, pieces in groupby(self._pieces, key=lambda piece: piece[1]):
+                source = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    for _, _, start, end in pieces:
+                        while start < end:
+                            sent = os.sendfile(self._writes, source, start, end - start)
+                            if not sent:
+                                raise OSError(errno.EIO, f"it ends early, at {start}", path)
+                            start += sent
+                finally:
+                    os.close(source)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Write nothing more."""
+        if self._writes >= 0:
+            os.close(self._writes)
+            self._writes = -1
+
+
 class Search:
     """One run of ripgrep over files, in their order. Use it in one thread; `kill` may be called from any.
 
-    Iterating yields (number of the file, offset of a matching line), ascending. After it ended, `problem` is None or
-    what ripgrep could not do.
+    Iterating yields (number of the file, offset of a matching line), ascending. Afterwards `finish` says what ripgrep
+    could not do.
     """
 
-    def __init__(self, found: Program, pattern: Pattern, files: Sequence[str]) -> None:
-        self._pattern = pattern
-        self._numbers = {os.fsencode(file): number for number, file in enumerate(files)}
+    def __init__(self, found: Program, pattern: Pattern, sources: Sequence[Source]) -> None:
         self._killed = False
         self._stderr: list[bytes] = []
-        words = [found.path, *_OPTIONS, "--mmap", *pattern.options, "--", *files]
+        self._unfed: OSError | None = None
+        self._piped: dict[int, _Piped] = {}
+        self._numbers: dict[bytes, int] = {}
+        arguments: list[str] = []
         try:
+            for piped, group in groupby(enumerate(sources), key=lambda each: each[1].ranges is not None):
+                members = list(group)
+                if piped:
+                    pipe = self._piped[members[0][0]] = _Piped(members)
+                    members = [(members[0][0], Source(f"/proc/self/fd/{pipe.reads}"))]
+                arguments += [source.path for _, source in members]
+                self._numbers.update((os.fsencode(source.path), number) for number, source in members)
             self._process = subprocess.Popen(
-                words,
+                [found.path, *_OPTIONS, "--mmap", *pattern.options, "--", *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 env=_ENVIRONMENT,
                 cwd="/",
+                pass_fds=[pipe.reads for pipe in self._piped.values()],
             )
         except OSError as error:
+            for pipe in self._piped.values():
+                pipe.close()
             raise Unavailable(f"{found.path} does not start ({error.strerror})") from error
-        self._errors = threading.Thread(target=self._drain, name="fanout-rg-errors", daemon=True)
-        self._errors.start()
+        finally:
+            for pipe in self._piped.values():
+                os.close(pipe.reads)
+        self._threads = [threading.Thread(target=self._drain, name="fanout-rg-errors", daemon=True)]
+        if self._piped:
+            self._threads.append(threading.Thread(target=self._feed, name="fanout-rg-input", daemon=True))
+        for thread in self._threads:
+            thread.start()
 
     def kill(self) -> None:
         """End the run; iterating ends soon after."""
@@ -272,18 +350,37 @@ class Search:
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         assert self._process.stdout is not None
-        return _parsed(self._process.stdout, self._numbers)
+        for number, offset in _parsed(self._process.stdout, self._numbers):
+            piped = self._piped.get(number)
+            yield (number, offset) if piped is None else piped.place(offset)
 
     def finish(self) -> str | None:
         """Wait for the end; returns what ripgrep could not do."""
         assert self._process.stdout is not None
         self._process.stdout.close()
         code = self._process.wait()
-        self._errors.join()
-        if self._killed or code in (0, 1):
+        for thread in self._threads:
+            thread.join()
+        if self._killed:
+            return None
+        if self._unfed is not None:
+            return f"{self._unfed.filename or 'a scan file'} cannot be read ({self._unfed.strerror})"
+        if code in (0, 1):
             return None
         said = b"".join(self._stderr)
         return said.decode("utf-8", "replace").strip().removeprefix("rg: ") or f"ripgrep ended with code {code}"
+
+    def _feed(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPIPE})  # it may mean the end of the whole program
+        for pipe in self._piped.values():
+            try:
+                if self._unfed is None:
+                    pipe.feed()
+            except BrokenPipeError:
+                pass  # it was ended, or says itself why it ended
+            except OSError as error:
+                self._unfed = error
+            pipe.close()
 
     def _drain(self) -> None:
         assert self._process.stderr is not None
@@ -295,7 +392,7 @@ class Search:
                     kept += len(chunk)
 
 
-def _parsed(stdout: IO[bytes], numbers: dict[bytes, int]) -> Iterator[tuple[int, int]]:
+def _parsed(stdout: IO[bytes], numbers: Mapping[bytes, int]) -> Iterator[tuple[int, int]]:
     """Turn `--heading --byte-offset` into (number of the file, offset). A heading never begins with a digit."""
     at = 0
     rest = b""

@@ -1,4 +1,4 @@
-"""Which scan files a search may skip: those none of whose words can be part of a match.
+"""What a search may skip: scan files, and blocks of them, none of whose words can be part of a match.
 
 Owns asking the files of words (view/words.py). Wherever anything is not known, nothing is skipped.
 """
@@ -6,11 +6,12 @@ Owns asking the files of words (view/words.py). Wherever anything is not known, 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from fanout.run.grep_query import Query
 from fanout.run.needs import word_expressions
-from fanout.run.ripgrep import Program, files_that_match
+from fanout.run.ripgrep import Program, lines_that_match
+from fanout.view.blocks import Range, both, ranges_of_words, size_of
 from fanout.view.parts import Part
 from fanout.view.scans import Scans
 from fanout.view.words import NAME
@@ -19,28 +20,56 @@ __all__ = ["rule_out"]
 
 #: Asking for the words of fewer scan files costs more than searching them.
 _MIN_PARTS = 4
+#: More words than this of one scan file are in so many of its blocks that looking for these costs more than it saves.
+_MAX_WORDS = 200
+#: What is to be searched goes through a pipe unless it is the whole scan file, and that is worth it up to this share.
+_MAX_SHARE = 0.4
+#: Asking for more words is worth it where this much, in bytes, is left for each scan file to ask.
+_WORTH_BYTES = 1 << 19
 
 
 def rule_out(parts: Sequence[Part], query: Query, scans: Scans, found: Program, threads: int) -> None:
-    """Mark the parts that the words of their scan files rule out."""
-    asked: dict[tuple[str, ...], dict[str, Part]] = {}
+    """Mark the parts, and what of them, that the words of their scan files rule out."""
+    asked: dict[str, tuple[list[list[str]], dict[str, Part]]] = {}
     for kind in ("text", "binary"):
-        expressions = word_expressions(query.needs, binary=kind == "binary", ignore_case=query.ignore_case)
-        if expressions is None:
-            continue
-        files = asked.setdefault(tuple(expressions), {})
-        for part in parts:
+        lists = word_expressions(query.needs, binary=kind == "binary", ignore_case=query.ignore_case)
+        files = asked.setdefault(repr(lists), (lists, {}))[1]
+        for part in parts if lists else ():
             if part.kind == kind and part.here:
                 path = f"{scans.directory(part.identity)}/{NAME}"
                 if _has_words(path):
                     files[path] = part
-    for of_either, files in asked.items():
-        if len(files) < _MIN_PARTS:
-            continue
-        matching = files_that_match(found, of_either, ignore_case=query.ignore_case, files=list(files), threads=threads)
-        if matching is not None:
+    for lists, files in asked.values():
+        for expressions in lists:
+            if len(files) < _MIN_PARTS:
+                break
+            matching = lines_that_match(
+                found, expressions, ignore_case=query.ignore_case, files=list(files), threads=threads, most=_MAX_WORDS
+            )
+            if matching is None:
+                break
             for path, part in files.items():
-                part.ruled_out = path not in matching
+                _mark(part, os.path.dirname(path), matching.get(path, ()))
+            files = {path: part for path, part in files.items() if not part.ruled_out}
+            if _left(files.values()) < _WORTH_BYTES * len(files):
+                break
+        for part in files.values():
+            if part.ranges is not None and size_of(part.ranges) > _MAX_SHARE * part.size:
+                part.ranges = None
+
+
+def _mark(part: Part, directory: str, lines: Sequence[int]) -> None:
+    """Take note of which words, by their lines, a scan file has."""
+    ranges: Sequence[Range] | None = ()
+    if lines:
+        ranges = ranges_of_words(directory, lines) if len(lines) < _MAX_WORDS else None
+    if ranges is not None:
+        part.ranges = tuple(ranges) if part.ranges is None else both(part.ranges, ranges)
+        part.ruled_out = not part.ranges
+
+
+def _left(parts: Iterable[Part]) -> int:
+    return sum(part.size if part.ranges is None else size_of(part.ranges) for part in parts)
 
 
 def _has_words(path: str) -> bool:

@@ -17,6 +17,7 @@ from fanout.disk.data import Reader
 from fanout.disk.state import State
 from fanout.format.tree import Node, PageRef, content_hash, subtree_end
 from fanout.view.bases import Base, Kind, Rested, rest
+from fanout.view.blocks import Range
 from fanout.view.scan import Copy, Scan, Stopped, is_binary, searchable, write_scan
 from fanout.view.scans import Held, Scans
 
@@ -70,7 +71,7 @@ class Part:
 
     `first` <= every path of it < `end` (None: no end). `build` makes it where it is not there, which `here` says;
     `size` is about how many bytes it has. Parts of one kind, text or binary, follow each other; patches overlap all.
-    `ruled_out` says that nothing of it can match.
+    `ruled_out` says that nothing of it can match, `ranges` outside of which bytes of it nothing can.
     """
 
     kind: Literal["text", "binary", "patch"]
@@ -82,6 +83,7 @@ class Part:
     size: int
     live: Set[int] | None = None
     ruled_out: bool = False
+    ranges: tuple[Range, ...] | None = None
 
 
 def arrange(

@@ -83,9 +83,9 @@ class Scan:
         return self._starts[-1]
 
     @property
-    def words_path(self) -> str:
-        """Where its words are, if they are there."""
-        return self.data_path.removesuffix("data") + words.NAME
+    def places_path(self) -> str:
+        """Where the places of its words are, if they are there."""
+        return self.data_path.removesuffix("data") + words.PLACES
 
     @property
     def in_order(self) -> bool:
@@ -248,7 +248,7 @@ class _Build:
         self._look_at_short_beginnings()
         decoded = self._decode()
         self._write_table(decoded)
-        return self._starts[-1] + self._starts[-1] // 10 + 100 * len(self._files)  # the words of it will come, perhaps
+        return self._starts[-1] + self._starts[-1] // 8 + 100 * len(self._files)  # the words of it will come, perhaps
 
     def _planned(self, copies: Mapping[int, Copy]) -> dict[tuple[bytes, int], list[_Piece]]:
         """Group all runs by the frame they are in. What is stored nowhere is there already: zeros, and one newline."""

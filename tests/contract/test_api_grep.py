@@ -359,6 +359,9 @@ async def test_the_index_changes_nothing_but_what_is_read(tmp_path: Path, monkey
             text = b"common word_%02d in \xc3\xa9t\xc3\xa9 %d.\nget_cache(%d)\n" % (number, number, number)
             await disk.put_object(f"f{number:02}", text)
         await disk.put_object("x-bin", b"\0 Binary_word \0")
+        lines = [b"common filler_%d of blocks" % (number // 1000) for number in range(24_000)]
+        lines[500] = lines[17_000] = lines[23_999] = b"found get_it_again(1) here"
+        await disk.put_object("blocks", b"\n".join(lines))
         assert isinstance(disk, LocalDisk)
         disk.core.branch().fold()
         patterns: list[tuple[str, dict[str, Any]]] = [
@@ -367,13 +370,14 @@ async def test_the_index_changes_nothing_but_what_is_read(tmp_path: Path, monkey
             ("absent", {}), ("absent|word_11", {}), (r"\bword_1\b", {}), ("inary_wor", {}),
             ("et_cache(1", {"syntax": "fixed"}),
             ("cache", {"word": True}), ("words?_", {}), ("K", {"ignore_case": True}),
-            (r"word_(?=12)", {"syntax": "pcre2"}),
+            (r"word_(?=12)", {"syntax": "pcre2"}), (r"get_[a-z]+_again\(", {}), (r"filler_7\b", {"output": "count"}),
+            ("filler_7 of|found", {"before": 1, "after": 1}), ("found", {"max_results": 2}), ("^common filler_17", {}),
         ]  # fmt: skip
         before = [await disk.grep(pattern, **options) for pattern, options in patterns]
         searcher = disk._searcher
         assert searcher is not None
         searcher.indexer.settle()
-        assert list((tmp_path / "c" / "scan").glob("*/tree/words"))
+        assert list((tmp_path / "c" / "scan").glob("*/tree/places"))
         after = [await disk.grep(pattern, **options) for pattern, options in patterns]
         for old, new in zip(before, after, strict=True):
             assert (old.matches, old.binary_files, old.files_scanned) == (
@@ -384,6 +388,9 @@ async def test_the_index_changes_nothing_but_what_is_read(tmp_path: Path, monkey
         rare = after[0]
         assert sum(shard.skipped for shard in rare.shards) > 4
         assert rare.bytes_scanned < before[0].bytes_scanned / 2
+        blocks, searched = after[14], before[14].bytes_scanned
+        assert [match.line for match in blocks.matches] == [501, 17_001, 24_000]
+        assert 2 * 32768 < blocks.bytes_scanned < 3 * 33_000 < searched / 5
 
 
 async def test_without_ripgrep_it_says_what_to_install(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:

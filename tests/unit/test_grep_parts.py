@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,13 @@ from fanout.errors import Invalid
 from fanout.run.ere import rust_of_ere
 from fanout.run.globs import Globs
 from fanout.run.grep_plan import split
-from fanout.run.needs import Need, needs_of_literal, needs_of_regex, word_expressions
-from fanout.run.ripgrep import program
+from fanout.run.needs import needs_of_literal, needs_of_regex, word_expressions
+from fanout.run.ripgrep import Search, Source, compile_pattern, program
 from fanout.store.memory import MemoryStore
 from fanout.view import scan
+from fanout.view.blocks import both, ranges_of_words, size_of
 from fanout.view.parts import Part
-from fanout.view.words import write_words
+from fanout.view.words import SHORTEST, write_words
 from tests.support.disks import new_disk
 
 
@@ -112,53 +114,98 @@ def test_extended_expressions_match_what_grep_matches(parts: list[str], lines: l
 
 
 @pytest.mark.parametrize(
-    ("pattern", "needs"),
+    ("pattern", "lists"),
     [
-        ("foo", ["foo"]),
-        (r"def \w+_cache\(", ["_cache("]),
-        ("import|return", ["import", "return"]),
-        ("colou?r", ["colo"]),
-        ("abc+d", ["abc"]),
-        ("abc*", []),
+        ("foo", [["foo"]]),
+        (r"def \w+_cache\(", [[r"^\w+_cache$"], ["def$"]]),
+        ("import|return", [["import", "return"]]),
+        ("colou?r", [["colou?r"]]),
+        ("abc+d", [["abc+d"]]),
         ("(?i)abc", []),
         ("(abc|x)", []),
-        ("x(?:abc)?def", ["def"]),
-        ("abc{0}def", ["def"]),
-        (r"\bget_it\b", ["get_it"]),
-        (r"a\.b\.cde", ["a.b.cde"]),
+        ("(abc|def)", [["(abc|def)"]]),
+        ("x(?:abc)?def", [["x(?:abc)?def"]]),
+        ("x(?:a.c)?def", [["def"]]),
+        ("x(?:abc-)+def", [["abc$"], ["def"]]),
+        ("(import os|from os|os) x", []),
+        ("(import os|from os)", [["import$", "from$"]]),
+        ("abc{0}def", [["abc{0}def"]]),
+        ("a{3}", [["a{3}"]]),
+        ("(ab|c){2}", []),
+        (r"\bget_it\b", [["get_it"]]),
+        (r"a\.b\.cde", [["^cde"]]),
         (r"\Qabc", []),
-        ("[[:alpha:]]word", ["word"]),
-        ("[]]word", ["word"]),
+        ("[[:alpha:]]word", [["word"]]),
+        ("[]]word", [["word"]]),
+        ("[a-c]word", [["[a-c]word"]]),
+        ("[A-z]word", [["word"]]),
+        ("[^a]word", [["word"]]),
+        ("[a-]word", [["word"]]),
         ("abc|d", []),
+        ("abc|", []),
         ("(?x) a b c", []),
-        (r"\x41bcd", ["bcd"]),
-        (r"\<abc", ["abc"]),
+        (r"\x41bcd", [["bcd"]]),
+        (r"\<abc", [["abc"]]),
         ("abc)", []),
-        ("foo??bar", ["bar"]),
+        ("(abc", []),
+        ("foo??bar", [["foo??bar"]]),
+        (r"^abc\d$", [[r"^abc\d$"]]),
+        (r"-?abc", [["abc"]]),
+        (r"-+abc", [["^abc"]]),
+        (r"\s+abc", [["abc"]]),  # it may be a space that is not ASCII, which is of words in text
+        (r"\w\w\w", []),
+        (r"\d{4}-\d\d", []),
+        ("a{2,", []),
+        ("**", []),
     ],
 )
-def test_what_a_pattern_needs(pattern: str, needs: list[str]) -> None:
-    assert [need.text for need in needs_of_regex(pattern)] == needs
+def test_what_a_pattern_needs(pattern: str, lists: list[list[str]]) -> None:
+    assert word_expressions(needs_of_regex(pattern), binary=False, ignore_case=False) == lists
 
 
 @pytest.mark.parametrize(
-    ("text", "binary", "ignore_case", "expressions"),
+    ("text", "binary", "ignore_case", "lists"),
     [
-        ("foo", False, False, ["foo"]),
-        ("a.foo(", False, False, ["^foo$"]),
-        ("foo(", False, False, ["foo$"]),
-        (".foo", False, False, ["^foo"]),
-        ("ab", False, False, None),
-        ("éfoo", False, False, ["éfoo"]),
-        ("éfoo", True, False, ["foo"]),  # there only ASCII is of words
-        ("task_id", True, True, ["_id"]),  # s and k match more than ASCII
-        ("(kids", True, True, None),
+        ("foo", False, False, [["foo"]]),
+        ("a.foo(", False, False, [["^foo$"]]),
+        ("foo(", False, False, [["foo$"]]),
+        (".foo", False, False, [["^foo"]]),
+        ("get foo", False, False, [["get$"], ["^foo"]]),
+        ("ab", False, False, []),
+        ("éfoo", False, False, [["éfoo"]]),
+        ("éfoo", True, False, [["foo"]]),  # there only ASCII is of words
+        ("task_id", True, True, [["_id"]]),  # s and k match more than ASCII
+        ("(kids", True, True, []),
     ],
 )
-def test_how_words_are_looked_for(text: str, binary: bool, ignore_case: bool, expressions: list[str] | None) -> None:
-    assert word_expressions(needs_of_literal(text), binary=binary, ignore_case=ignore_case) == expressions
-    assert word_expressions((), binary=False, ignore_case=False) is None
-    assert word_expressions((Need(text), Need("x")), binary=binary, ignore_case=ignore_case) is None
+def test_how_words_are_looked_for(text: str, binary: bool, ignore_case: bool, lists: list[list[str]]) -> None:
+    assert word_expressions(needs_of_literal(text), binary=binary, ignore_case=ignore_case) == lists
+    assert word_expressions((), binary=False, ignore_case=False) == []
+    either = needs_of_literal(text) + needs_of_literal("x")
+    assert word_expressions(either, binary=binary, ignore_case=ignore_case) == []
+
+
+_pieces = st.sampled_from(
+    ["a", "b", "ab_", "_", "7", "-", " ", r"\.", "(", ")", "(?:", "|", "?", "+", "*", "{2}", "{0,1}", "[a-b]", r"\w",
+     r"\d", ".", "é", "^", "$", r"\b", r"\s", "s", "K", "[^a]", "[_7]"]
+)  # fmt: skip
+
+
+@settings(max_examples=300)
+@given(
+    st.lists(_pieces, max_size=9).map("".join), st.text("aaabbb_7- .éskK", max_size=14), st.booleans(), st.booleans()
+)  # fmt: skip
+def test_no_line_that_matches_is_ruled_out(pattern: str, line: str, binary: bool, ignore_case: bool) -> None:
+    flags = re.IGNORECASE if ignore_case else 0
+    try:
+        matches = re.search(pattern, line, flags) is not None
+    except re.error:
+        return
+    words = re.findall("[0-9A-Za-z_]+" if binary else "[0-9A-Za-z_\x80-\uffff]+", line)
+    words = [word for word in words if len(word.encode()) >= SHORTEST]
+    for either in word_expressions(needs_of_regex(pattern), binary=binary, ignore_case=ignore_case):
+        needed = any(re.search(expression, word, flags) for expression in either for word in words)
+        assert needed or not matches, (either, words)
 
 
 @given(st.binary(max_size=200), st.booleans())
@@ -168,14 +215,81 @@ def test_words_are_all_there(tmp_path_factory: pytest.TempPathFactory, data: byt
     assert write_words(str(place), binary)
     assert not write_words(str(place), binary)
     wanted = rb"[0-9A-Za-z_]{3,}" if binary else rb"[0-9A-Za-z_\x80-\xff]{3,}"
-    assert set((place / "words").read_bytes().split(b"\n")) - {b""} == set(re.findall(wanted, data * 3 + b"\n"))
+    words = (place / "words").read_bytes().split(b"\n")[:-1]
+    assert words == sorted(set(re.findall(wanted, data * 3 + b"\n")))
 
 
-def test_words_across_the_pieces_they_are_read_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fanout.view.words._STEP", 4)
-    (tmp_path / "data").write_bytes(b"abcdefghij klm nopqrstuvwx")
-    write_words(str(tmp_path), binary=False)
-    assert set((tmp_path / "words").read_bytes().split()) == {b"abcdefghij", b"klm", b"nopqrstuvwx"}
+@given(
+    st.lists(st.sampled_from([b"abc", b"de", b"fgh_", b"abc", b" ", b"\n", b"\n", b"-", b"\xff\xfe\xfd"]), max_size=60),
+    st.integers(1, 30),
+)
+def test_places_are_the_blocks_that_have_a_word(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[bytes], block: int
+) -> None:
+    place = tmp_path_factory.mktemp("places")
+    data = b"".join(pieces)
+    (place / "data").write_bytes(data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fanout.view.words._BLOCK", block)
+        write_words(str(place), binary=False)
+    words = (place / "words").read_bytes()
+    for word in words.split(b"\n")[:-1]:
+        line = words.index(b"\n" + word + b"\n") + 1 if not words.startswith(word + b"\n") else 0
+        found = ranges_of_words(str(place), [line])
+        assert found is not None
+        assert all(end <= start for (_, end), (start, _) in pairwise(found))
+        inside = b"\n".join(data[start:end] for start, end in found)
+        outside = b"\n".join(data[end:start] for (_, end), (start, _) in pairwise(((0, 0), *found, (len(data), 0))))
+        lone = rb"(?<![0-9A-Za-z_\x80-\xff])" + re.escape(word) + rb"(?![0-9A-Za-z_\x80-\xff])"
+        assert re.search(lone, inside)
+        assert not re.search(lone, outside)
+        assert all(not start or data[start - 1 : start] == b"\n" for start, _ in found)
+    assert ranges_of_words(str(place), [len(words) + 1]) is None
+    (place / "places").write_bytes((place / "places").read_bytes()[:20])
+    assert ranges_of_words(str(place), [0]) is None
+    assert ranges_of_words(f"{place}/gone", [0]) is None
+
+
+@given(st.lists(st.integers(0, 60), max_size=12), st.lists(st.integers(0, 60), max_size=12))
+def test_what_is_in_both_of_two_lists_of_ranges(one: list[int], other: list[int]) -> None:
+    def ranges(cuts: list[int]) -> list[tuple[int, int]]:
+        ordered = sorted(set(cuts))
+        return list(zip(ordered[::2], ordered[1::2], strict=False))
+
+    def covered(of: Sequence[tuple[int, int]]) -> set[int]:
+        return {place for start, end in of for place in range(start, end)}
+
+    found = both(ranges(one), ranges(other))
+    assert covered(found) == covered(ranges(one)) & covered(ranges(other))
+    assert size_of(found) == len(covered(found))
+
+
+def test_ranges_of_files_are_searched_as_if_nothing_else_was_there(tmp_path: Path) -> None:
+    lines = [b"needle %d\n" % number if number % 3 == 0 else b"hay %d\n" % number for number in range(9000)]
+    data = b"".join(lines)
+    starts = list(accumulate(map(len, lines), initial=0))
+    for name in "abcd":
+        (tmp_path / name).write_bytes(data)
+    some = tuple((starts[at], starts[at + 3]) for at in range(0, 9000, 300))
+    sources = [
+        Source(str(tmp_path / "a"), some), Source(str(tmp_path / "b"), ()), Source(str(tmp_path / "c")),
+        Source(str(tmp_path / "d"), ((0, len(data)),)),
+    ]  # fmt: skip
+    pattern = compile_pattern("^needle", "", syntax="rust", ignore_case=False, word=False)
+    search = Search(program(), pattern, sources)
+    whole = [start for start, line in zip(starts, lines, strict=False) if line.startswith(b"needle")]
+    assert list(search) == [(0, start) for start, _ in some] + [(n, at) for n in (2, 3) for at in whole]
+    assert search.finish() is None
+
+    search = Search(program(), pattern, sources)
+    assert next(iter(search)) == (0, 0)
+    search.kill()  # while the pipe is full
+    assert search.finish() is None
+
+    (tmp_path / "d").write_bytes(data[:1000])
+    search = Search(program(), pattern, sources)
+    assert len(list(search)) > len(some)
+    assert search.finish() == f"{tmp_path}/d cannot be read (it ends early, at 1000)"
 
 
 def part(name: str, size: int, kind: str = "text", *, here: bool = True) -> Part:
