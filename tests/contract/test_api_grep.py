@@ -388,9 +388,9 @@ async def test_the_index_changes_nothing_but_what_is_read(tmp_path: Path, monkey
         rare = after[0]
         assert sum(shard.skipped for shard in rare.shards) > 4
         assert rare.bytes_scanned < before[0].bytes_scanned / 2
-        blocks, searched = after[14], before[14].bytes_scanned
+        blocks = after[14]  # two whole ones and a short one of 20
         assert [match.line for match in blocks.matches] == [501, 17_001, 24_000]
-        assert 2 * 32768 < blocks.bytes_scanned < 3 * 33_000 < searched / 5
+        assert 2 * 32768 < blocks.bytes_scanned < 3 * 33_000
 
 
 async def test_without_ripgrep_it_says_what_to_install(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
