@@ -26,8 +26,9 @@ from fanout.format.extents import hole, size_of, splice
 from fanout.format.tree import FILE, Node
 from fanout.local import LocalFanout
 from fanout.local_disk import LocalDisk
+from fanout.run import rule_out
 from fanout.store.memory import MemoryStore
-from fanout.view import bases, parts
+from fanout.view import bases, parts, words
 from tests.support.ripgrep import Said, decoded, flags, ripgrep
 
 TUNING = Tuning(
@@ -84,7 +85,8 @@ RUST = [
     "[^f]", r"\s", r"\r", r"\w+$", "(?s).foo", r"(?-u:\xff)", r"(?-u:\xc3)", "é", "☕", r"\p{L}+", r"\S+\s+\S+",
     "(?-m:^)foo",
     r"\Bo", "^.{4}$", "(foo|o{3})", r"[[:upper:]]", r"(?m)^o", r"^\s*$", "a{20,}b", "\ufeff", r"\x00", ".foo",
-    "foo.", r"\bo",
+    "foo.", r"\bo", "Foo_bar", "oobar", r"[A-Z]\w+_bar", r"(foo|bar)\w+", r"\bfoo\b.*bar", "TODO: foo", "TODO|Foo_",
+    "x{90}", r"^foobar$", "☕foo|aab", r"foo\s+bar",
 ]  # fmt: skip
 PCRE2 = [
     r"(?<=o)b",
@@ -100,7 +102,7 @@ PCRE2 = [
     ".",
     r"\X$",
 ]
-FIXED = ["foo", "o", ".", "", " ", "☕", "\r", "é", "bar", "-n", "(", "aab"]
+FIXED = ["foo", "o", ".", "", " ", "☕", "\r", "é", "bar", "-n", "(", "aab", "Foo_bar", " foo ", "TODO: foo"]
 searches = st.one_of(
     st.tuples(st.just("rust"), st.sampled_from(RUST)),
     st.tuples(st.just("rust"), st.sampled_from(RUST)),
@@ -137,6 +139,10 @@ def tiny_patches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "_MAX_PATCHES", 3)
     monkeypatch.setattr(parts, "_EAGER_BYTES", 200)
     monkeypatch.setattr(bases, "_PATCHED_SHARE", 0.6)
+    monkeypatch.setattr(words, "_BLOCK", 40)
+    monkeypatch.setattr(rule_out, "_MIN_PARTS", 1)
+    monkeypatch.setattr(rule_out, "_MAX_SHARE", 1.0)
+    monkeypatch.setattr(rule_out, "_WORTH_BYTES", 0)
 
 
 @contextlib.contextmanager
@@ -230,6 +236,12 @@ def check_text(top: Path, matches: Any) -> None:
         assert not match.truncated
 
 
+def index(top: Path) -> None:
+    """Write the words of all scan files there are."""
+    for data in (top / "cache" / "scan").glob("*/tree/data"):
+        words.write_words(str(data.parent), data.parent.parent.name.endswith("binary"))
+
+
 def play(first: list[bytes], history: list[Any]) -> None:
     top = Path(tempfile.mkdtemp(prefix="fanout-grep-"))
     try:
@@ -262,6 +274,9 @@ def play(first: list[bytes], history: list[Any]) -> None:
                         disk.grep(pattern, syntax=syntax, **given)
                     continue
                 compare(disk, copy, syntax, pattern, given)
+                if number != 1:
+                    index(top)
+                    compare(disk, copy, syntax, pattern, given)
     except FanoutError as error:
         raise AssertionError(repr(error)) from error
     finally:
