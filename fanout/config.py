@@ -70,7 +70,8 @@ class Settings(BaseModel):
     core). `root_dir`: a directory that commands see as / instead of the host's system directories. `host_paths`: host
     paths (or `source:target`) that commands see read-only. `network_deny`: IPv4 networks (`10.0.0.0/8`) that commands
     with a network do not reach; this host's loopback and link-local ones never. `qemu_pool`: VMs that the qemu engine
-    keeps booted once it is used. `qemu_memory_mib`: memory of a VM whose command has no limit of its own.
+    keeps booted once it is used. `qemu_memory_mib`: memory of a VM whose command has no limit of its own. `grep_index`:
+    searches publish the words of what they searched, and ask those that others published (docs/GREP.md).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -89,6 +90,7 @@ class Settings(BaseModel):
     network_deny: tuple[str, ...] = ()
     qemu_pool: int = Field(2, ge=0, le=64)
     qemu_memory_mib: int = Field(512, ge=128, le=1 << 20)
+    grep_index: bool = True
     output_bytes: int = Field(1 << 20, ge=1 << 10, le=1 << 30)
     author: str = ""
     tuning: Tuning = Tuning()

@@ -45,6 +45,7 @@ from fanout.runtime import Runtime, system
 from fanout.store.base import Store
 from fanout.store.open import open_store
 from fanout.view.cache import HostCache
+from fanout.view.published import Published
 from fanout.view.scans import Scans
 
 __all__ = ["Acting", "LocalFanout"]
@@ -208,7 +209,8 @@ class LocalFanout(Fanout):
                 self._close_store()
                 raise
             self._catalogue = Catalogue(self._store, self._runtime, settings.tuning)
-            self._searcher = Searcher(Scans(self._cache), self._runtime)
+            published = Published(self._cache) if settings.grep_index else None
+            self._searcher = Searcher(Scans(self._cache), published, self._runtime)
             self._engine: Engine | None = None
             self._author = settings.author or _user()
             self._lines = Lines(self._catalogue)

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import anyio
@@ -28,11 +29,13 @@ from fanout.run.grep_lines import Collector, Found, read_lines
 from fanout.run.grep_plan import Ahead, Shard, split
 from fanout.run.grep_query import Query
 from fanout.run.indexer import Indexer
+from fanout.run.publisher import Publisher
 from fanout.run.ripgrep import Check, Program, Search, Source, program
-from fanout.run.rule_out import rule_out
+from fanout.run.rule_out import matching_words, rule_out
 from fanout.runtime import Runtime
 from fanout.view.blocks import size_of
 from fanout.view.parts import Part, Wanted, arrange
+from fanout.view.published import Published, Tell
 from fanout.view.scan import Scan, Stopped
 from fanout.view.scans import Held, Scans
 
@@ -44,14 +47,19 @@ _COMPILED = 256
 
 
 class Searcher:
-    """Searches the disks of one connection. `close` ends what is under way."""
+    """Searches the disks of one connection. `close` ends what is under way.
 
-    def __init__(self, scans: Scans, runtime: Runtime) -> None:
+    `published` is what others published of words, which are then published, too; None: neither.
+    """
+
+    def __init__(self, scans: Scans, published: Published | None, runtime: Runtime) -> None:
         self.scans = scans
+        self.published = published
         self.runtime = runtime
         self.host = socket.gethostname()
         self.cores = len(os.sched_getaffinity(0))
         self.indexer = Indexer()
+        self.publisher = Publisher(scans, runtime, self.indexer.settle) if published is not None else None
         #: Patterns that are known to compile, the last used last.
         self.compiled: OrderedDict[tuple[str, ...], None] = OrderedDict()
         self._lock = threading.Lock()
@@ -89,7 +97,11 @@ class Searcher:
             search.stop()
         with self._lock:
             self._idle.wait_for(lambda: not self._running)
+        if self.publisher is not None:
+            self.publisher.stop()
         self.indexer.close()
+        if self.publisher is not None:
+            self.publisher.close()
 
     def _run(self, search: _Search) -> Grep | BaseException:
         try:
@@ -170,7 +182,7 @@ class _Search:
             wanted = Wanted(query.directory, query.binary, query.selects if query.selective else None)
             parts, held = arrange(
                 self._scans, self._disk.id, state, self._disk.reader, wanted,
-                lambda: self._stopped.is_set() or (check is not None and check.refused),
+                lambda: self._stopped.is_set() or (check is not None and check.refused), self._tell(),
             )  # fmt: skip
             rule_out(parts, query, self._scans, self._rg, self._searcher.cores)
             if check is not None:
@@ -192,10 +204,22 @@ class _Search:
             for each in held:
                 each.release()
         self._searcher.indexer.want(self._unindexed)
+        if self._searcher.publisher is not None:
+            self._searcher.publisher.want(self._disk.index, state.snap.pages, state.snap.bytes)
         return self._result(shards)
+
+    def _tell(self) -> Tell | None:
+        """Return what says which pages have no word that the pattern needs, without anything of them on this host."""
+        published = self._searcher.published
+        matching = matching_words(self._query, self._rg, self._searcher.cores) if published is not None else None
+        if published is None or matching is None:
+            return None
+        return partial(published.tell, self._disk.index, matching)
 
     def _check_directory(self, state: State) -> None:
         directory = self._query.directory
+        if not directory:  # the root is one, and need not be looked at
+            return
         node = state.get(directory)
         if node is None:
             raise NotFound(f"directory: disk {self._disk.name!r} has no {'/' + shown(directory)!r}")
@@ -266,6 +290,8 @@ class _Search:
 
     def _passed_over(self, part: Part) -> int | None:
         """How many files are in a part that nothing of can match, where that is known without opening it."""
+        if part.passed_over is not None:
+            return part.passed_over
         if part.live is not None or self._query.directory or self._query.selective:
             return None
         facts = self._scans.facts(part.identity)

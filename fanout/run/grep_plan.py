@@ -71,7 +71,7 @@ class Shard:
 
 def split(parts: Sequence[Part], workers: int) -> list[Shard]:
     """Cut parts into shards for so many workers, each with its share of patches, text and binary files, by path."""
-    here = [part for part in parts if part.here]
+    here = [part for part in parts if not part.absent]
     size = sum(map(_weight, here))
     files = sum(not part.ruled_out for part in here)
     count = max(min(-(-size // _SHARD_BYTES), workers), -(-size // _MOST_BYTES), -(-files // _MOST_FILES), 1)
@@ -86,7 +86,7 @@ def split(parts: Sequence[Part], workers: int) -> list[Shard]:
             if run:
                 shards[place].runs += _chains(run)
         absent += [
-            Shard(_chains(run)) for run in _runs([p for p in parts if p.kind == kind and not p.here], _FETCHED_BYTES)
+            Shard(_chains(run)) for run in _runs([p for p in parts if p.kind == kind and p.absent], _FETCHED_BYTES)
         ]
     return [shard for shard in shards if shard.runs] + absent
 
@@ -131,7 +131,7 @@ class Ahead:
     def __init__(self, scans: Scans, shards: Sequence[Shard], unwanted: Callable[[Part], bool]) -> None:
         self._scans = scans
         self._unwanted = unwanted
-        absent = [part for shard in shards for part in shard.parts if not part.here]
+        absent = [part for shard in shards for part in shard.parts if part.absent]
         self._pool = ThreadPoolExecutor(_BUILDERS, "fanout-fetch") if len(absent) > 1 else None
         self._building: dict[str, Future[Held]] = {}
         if self._pool is not None:

@@ -6,18 +6,21 @@ Owns asking the files of words (view/words.py). Wherever anything is not known, 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 
 from fanout.run.grep_query import Query
 from fanout.run.needs import word_expressions
 from fanout.run.ripgrep import Program, lines_that_match
+from fanout.view.bases import Kind
 from fanout.view.blocks import Range, both, ranges_of_words, size_of
 from fanout.view.parts import Part
+from fanout.view.published import Matching
 from fanout.view.scans import Scans
 from fanout.view.words import NAME
 
-__all__ = ["rule_out"]
+__all__ = ["matching_words", "rule_out"]
 
+_KINDS: tuple[Kind, ...] = ("text", "binary")
 #: Asking for the words of fewer scan files costs more than searching them.
 _MIN_PARTS = 4
 #: More words than this of one scan file are in so many of its blocks that looking for these costs more than it saves.
@@ -56,6 +59,33 @@ def rule_out(parts: Sequence[Part], query: Query, scans: Scans, found: Program, 
         for part in files.values():
             if part.ranges is not None and size_of(part.ranges) > _MAX_SHARE * part.size:
                 part.ranges = None
+
+
+def matching_words(query: Query, found: Program, threads: int) -> Matching | None:
+    """Return what tells which files of words have one that a match may need; None where nothing is known of that."""
+    needed = {
+        kind: word_expressions(query.needs, binary=kind == "binary", ignore_case=query.ignore_case) for kind in _KINDS
+    }
+    if not needed["text"]:
+        return None
+
+    def matching(files: Mapping[str, Kind]) -> Set[str]:
+        asked: dict[str, tuple[list[list[str]], list[str]]] = {}
+        for path, kind in files.items():
+            asked.setdefault(repr(needed[kind]), (needed[kind], []))[1].append(path)
+        matched: set[str] = set()
+        for lists, paths in asked.values():
+            for expressions in lists:
+                if not paths:
+                    break
+                lines = lines_that_match(
+                    found, expressions, ignore_case=query.ignore_case, files=paths, threads=threads, most=1
+                )
+                paths = paths if lines is None else list(lines)
+            matched.update(paths)
+        return matched
+
+    return matching
 
 
 def _mark(part: Part, directory: str, lines: Sequence[int]) -> None:

@@ -3,7 +3,8 @@
 Owns the arrangement. Each page of a tree (a sorted range of paths) has a scan file of its text and one of its binary
 files, named by the page's hash: branches that share pages share them, and they never change. A page that is new rests
 on those of earlier pages where they have nearly all of it (bases.py). What the log holds since, and what a page rests
-on does not have, lies in patches: small scan files of their own. Knows nothing of patterns.
+on does not have, lies in patches: small scan files of their own. A page of which this host has nothing is passed over
+where published words (published.py) say that nothing of it is wanted. Knows nothing of patterns.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from fanout.disk.state import State
 from fanout.format.tree import Node, PageRef, content_hash, subtree_end
 from fanout.view.bases import Base, Kind, Rested, rest
 from fanout.view.blocks import Range
+from fanout.view.published import LEAST_BYTES, Tell, Told, identity_of
 from fanout.view.scan import Copy, Scan, Stopped, is_binary, searchable, write_scan
 from fanout.view.scans import Held, Scans
 
@@ -38,6 +40,7 @@ _GUESSED_BYTES = 8192
 _REMEMBERED_PAGES = 8192
 
 Files = Sequence[tuple[bytes, Node]]
+_KINDS: tuple[Kind, ...] = ("text", "binary")
 #: What a page without files of a kind rests on.
 _NOTHING = Rested({}, ())
 
@@ -72,6 +75,7 @@ class Part:
     `first` <= every path of it < `end` (None: no end). `build` makes it where it is not there, which `here` says;
     `size` is about how many bytes it has. Parts of one kind, text or binary, follow each other; patches overlap all.
     `ruled_out` says that nothing of it can match, `ranges` outside of which bytes of it nothing can.
+    `passed_over` says how many files are passed over with it where that is so certain that it need not be here at all.
     """
 
     kind: Literal["text", "binary", "patch"]
@@ -84,16 +88,29 @@ class Part:
     live: Set[int] | None = None
     ruled_out: bool = False
     ranges: tuple[Range, ...] | None = None
+    passed_over: int | None = None
+
+    @property
+    def absent(self) -> bool:
+        """Whether it has to be built."""
+        return not self.here and self.passed_over is None
 
 
 def arrange(
-    scans: Scans, disk_id: str, state: State, reader: Reader, wanted: Wanted, stopped: Callable[[], bool]
+    scans: Scans,
+    disk_id: str,
+    state: State,
+    reader: Reader,
+    wanted: Wanted,
+    stopped: Callable[[], bool],
+    tell: Tell | None = None,
 ) -> tuple[list[Part], list[Held]]:
     """Return the scan files to search for `wanted`, patches first, then each kind's in order of paths.
 
-    Loads only pages whose scan files are not on this host. What is handed out as held is to be released in the end.
+    Loads only pages whose scan files are not on this host, and of those only what `tell` does not rule out, which says
+    what was published. What is handed out as held is to be released in the end.
     """
-    work = _Arrangement(scans, disk_id, state, reader, wanted, stopped)
+    work = _Arrangement(scans, disk_id, state, reader, wanted, stopped, tell)
     while not work.known.lock.acquire(timeout=_LOCK_STEP_S):
         if stopped():
             raise Stopped
@@ -116,6 +133,7 @@ class _Arrangement:
         reader: Reader,
         wanted: Wanted,
         stopped: Callable[[], bool],
+        tell: Tell | None,
     ) -> None:
         self.known = scans.known(disk_id)
         self.held: dict[str, Held] = {}
@@ -125,6 +143,8 @@ class _Arrangement:
         self._reader = reader
         self._wanted = wanted
         self._stopped = stopped
+        self._tell = tell
+        self._told: Mapping[str, Told] = {}
         self._blobs = state.blob_bytes()
         self._patched: dict[bytes, Node] = {}
         self._bases: list[Base] = []
@@ -135,22 +155,26 @@ class _Arrangement:
         wanted = self._wanted
         pages = list(self._state.page_refs(wanted.start, wanted.end))
         kinds = [self._kinds(page) for page in pages]
+        ends = [*(page.first for page in pages[1:]), None]
         self._here = {identity for its in kinds for identity in its if self._scans.has(identity)}
-        unknown = [page for page, its in zip(pages, kinds, strict=True) if not all(map(self._is_known, its))]
-        loaded = self._state.pages.each(unknown) if len(unknown) > 1 else map(self._state.pages.load, unknown)
-        missing = {page.hash for page in unknown}
+        unknown = [place for place, its in enumerate(kinds) if not all(map(self._is_known, its))]
+        self._ask([pages[place] for place in unknown if self._is_new(pages[place], ends[place], kinds[place])])
+        passed = {place: its for place in unknown if (its := self._passed_kinds(kinds[place])) is not None}
+        missing = [place for place in unknown if place not in passed or not self._is_whole(pages[place], ends[place])]
+        refs = [pages[place] for place in missing]
+        loaded = self._state.pages.each(refs) if len(refs) > 1 else map(self._state.pages.load, refs)
+        todo = set(missing)
         parts: list[Part] = []
         for place, page in enumerate(pages):
-            end = pages[place + 1].first if place + 1 < len(pages) else None
             files: Files | None = None
-            if page.hash in missing:
+            if place in todo:
                 if self._stopped():
                     raise Stopped
                 files = [item for item in next(loaded) if searchable(item[1])]
-                if self._is_little(files):
+                if place not in passed and self._is_little(files):
                     continue
-            for identity in kinds[place]:
-                parts += self._parts_of(identity, page, end, files)
+            for identity in passed.get(place, kinds[place]):
+                parts += self._parts_of(identity, page, ends[place], files)
         self.known.bases.use(self._bases)
         self._add_changes()
         return [*self._patches(), *_joined(parts)]
@@ -159,12 +183,39 @@ class _Arrangement:
 
     def _kinds(self, page: PageRef) -> list[str]:
         """Return the names of the scan files that a page has, as far as that is known without looking into it."""
-        name = page.hash.hex()[:48]
-        text = f"{name}-text"
+        text = identity_of(page.hash, "text")
         facts = self._scans.facts(text) if self._wanted.binary else None
         if not self._wanted.binary or (facts is not None and facts.left_out == 0):
             return [text]
-        return [text, f"{name}-binary"]
+        return [text, identity_of(page.hash, "binary")]
+
+    def _is_new(self, page: PageRef, end: bytes | None, mine: Sequence[str]) -> bool:
+        """Whether this host has no scan file of an earlier page that this one could rest on."""
+        near = (base for kind in _KINDS for base in self.known.bases.near(kind, page.first, end))
+        return not any(base not in mine and self._scans.has(base) for base in near)
+
+    def _ask(self, pages: Sequence[PageRef]) -> None:
+        """Ask what was published of pages."""
+        if pages and self._tell is not None and self._state.snap.bytes >= LEAST_BYTES:
+            self._told = self._tell(pages, self._wanted.binary, self._stopped)
+
+    def _passed_kinds(self, kinds: Sequence[str]) -> list[str] | None:
+        """Return what a page has, of the names given, if nothing of it can match but for what this host has."""
+        text = self._told.get(kinds[0])
+        its = [*kinds[:1]] if text is not None and text.facts.left_out == 0 else [*kinds]
+        return its if all(self._is_ruled_out(identity) or self._is_known(identity) for identity in its) else None
+
+    def _is_ruled_out(self, identity: str) -> bool:
+        told = self._told.get(identity)
+        return told is not None and told.ruled_out
+
+    def _is_whole(self, page: PageRef, end: bytes | None) -> bool:
+        """Whether all files of a page are wanted, and are still those of the tree."""
+        wanted = self._wanted
+        inside = page.first >= wanted.start and (wanted.end is None or (end is not None and end <= wanted.end))
+        if wanted.selects is not None or not (inside or not wanted.directory):
+            return False
+        return next(self._state.changed_between(page.first, end), None) is None
 
     def _is_known(self, identity: str) -> bool:
         """Whether a scan file is there, or what it would rest on."""
@@ -178,6 +229,9 @@ class _Arrangement:
         kind: Kind = "binary" if identity.endswith("binary") else "text"
         if identity in self._here:
             yield self._base(kind, identity, page, end, here=True)
+            return
+        if self._is_ruled_out(identity) and not self._is_known(identity):
+            yield self._passed_over(kind, identity, page, end, files)
             return
         rested = self.known.rested.get(identity)
         if files is not None:
@@ -197,6 +251,14 @@ class _Arrangement:
         for base, live in rested.live.items():
             yield Part(kind, base, page.first, end, _never, True, self.held[base].scan.size, live)
         self._patched.update(item for item in rested.missing if item[0] not in self._state.changes)
+
+    def _passed_over(self, kind: Kind, identity: str, page: PageRef, end: bytes | None, files: Files | None) -> Part:
+        facts = self._told[identity].facts
+        count = facts.files
+        if files is not None:
+            mine = (item for item in files if is_binary(item[1]) == (kind == "binary"))
+            count = sum(self._wanted.takes(*item) and item[0] not in self._state.changes for item in mine)
+        return Part(kind, identity, page.first, end, _never, False, facts.size, ruled_out=True, passed_over=count)
 
     def _is_little(self, files: Files) -> bool:
         """Whether so little of a page is wanted that it is patched instead of building its scan file."""
@@ -335,4 +397,4 @@ def _chunks(files: Files) -> Iterator[Files]:
 
 
 def _never(_: int) -> int:
-    raise AssertionError("it is held, and so it is there")
+    raise AssertionError("it is held, and so it is there; or it is passed over")

@@ -1,7 +1,7 @@
 """The words of a disk's pages that others published: asked before a page is loaded whose scan file is not on this host.
 
-Owns fetching them from the disk's index objects, keeping them on this host, and putting this host's own words into one.
-What cannot be had is as if nobody had published it. Knows nothing of patterns: `Matching` is the question.
+Owns fetching them from the disk's index objects and keeping them on this host. What cannot be had is as if nobody had
+published it. Knows nothing of patterns: `Matching` is the question.
 
 On the host, `words/<disk>-<object>` holds the words of all frames of an index object, each in a file named as the scan
 file whose words they are, and `frames`, which describes them; `words/<disk>-<object>-<digest>` those of some frames.
@@ -16,23 +16,21 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 
 from fanout.disk.index import IndexObject, IndexSlice, WordIndex
 from fanout.errors import Corrupt, FanoutError, NotFound
-from fanout.format.index import BINARY, MAX_RAW_BYTES, TEXT, Words
+from fanout.format.index import BINARY, TEXT, Words
 from fanout.format.tree import PageRef
 from fanout.view.bases import Kind
 from fanout.view.cache import HostCache, Lease
 from fanout.view.materialise import host_error
 from fanout.view.scan import Stopped
-from fanout.view.scans import Facts, Scans
-from fanout.view.words import NAME
+from fanout.view.scans import Facts
 
-__all__ = ["LEAST_BYTES", "Asking", "Matching", "Published", "Told", "has_words", "identity_of", "words_here"]
+__all__ = ["LEAST_BYTES", "Matching", "Published", "Tell", "Told", "identity_of"]
 
 #: The words of less than this are not published, and not asked for.
 LEAST_BYTES = 16 << 20
@@ -45,15 +43,9 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
 #: Takes files of words with their kinds; returns those with a word that a match may need.
 Matching = Callable[[Mapping[str, Kind]], Set[str]]
+#: `Published.tell` for one disk and question.
+Tell = Callable[[Sequence[PageRef], bool, Callable[[], bool]], "dict[str, Told]"]
 _frames_decoder = msgspec.msgpack.Decoder(tuple[Words, ...])
-
-
-@dataclass(frozen=True, slots=True)
-class Asking:
-    """Where published words are, and the question to them."""
-
-    index: WordIndex
-    matching: Matching
 
 
 class Told(NamedTuple):
@@ -118,20 +110,25 @@ class Published:
         self._bad: set[str] = set()
 
     def tell(
-        self, asking: Asking, pages: Sequence[PageRef], stopped: Callable[[], bool], *, binary: bool = True
+        self,
+        index: WordIndex,
+        matching: Matching,
+        pages: Sequence[PageRef],
+        binary: bool,
+        stopped: Callable[[], bool],
     ) -> dict[str, Told]:
         """Return what is known of the scan files of pages, by their names; those of binary files if `binary`."""
         told: dict[str, Told] = {}
         files: dict[str, Kind] = {}
         missing = _Missing(pages, (TEXT, BINARY) if binary else (TEXT,))
         with ExitStack() as stack:
-            for entry in self._entries_for(asking.index, missing):
+            for entry in self._entries_for(index, missing):
                 taken = missing.take(entry.frames)
                 if not taken:
                     continue
                 if entry.of is not None:
                     entry = _some(entry, taken)
-                lease = self._lease(asking.index, entry, stopped)
+                lease = self._lease(index, entry, stopped)
                 if lease is None:
                     missing.put_back(taken)
                     continue
@@ -141,7 +138,7 @@ class Published:
                     told[identity] = Told(Facts(frame.files, frame.left_out, frame.size), not frame.files)
                     if frame.files:
                         files[f"{lease.path}/{identity}"] = "binary" if frame.kind == BINARY else "text"
-            for path in files.keys() - (asking.matching(files) if files else set()):
+            for path in files.keys() - (matching(files) if files else set()):
                 identity = path.rpartition("/")[2]
                 told[identity] = told[identity]._replace(ruled_out=True)
         return told
@@ -244,30 +241,3 @@ def _put(directory_fd: int, name: str, data: bytes) -> None:
         rest = memoryview(data)
         while rest:
             rest = rest[file.write(rest) :]
-
-
-def words_here(scans: Scans, page: bytes, kind: Kind) -> tuple[Words, bytes] | None:
-    """Return what is to be said of a page's scan file, and its words, if this host has them and they are of use."""
-    identity = identity_of(page, kind)
-    held = scans.hold_if_there(identity)
-    if held is None:
-        return None
-    try:
-        with open(f"{held.lease.path}/{NAME}", "rb") as file:
-            if os.fstat(file.fileno()).st_size > MAX_RAW_BYTES:
-                return None
-            words = file.read()
-        scan = held.scan
-        if scan.files and not words:  # not worth having, which is not the same as none
-            return None
-        number = BINARY if kind == "binary" else TEXT
-        return Words(page, number, 0, 0, len(words), b"", scan.files, scan.left_out, scan.size), words
-    except OSError:
-        return None
-    finally:
-        held.release()
-
-
-def has_words(scans: Scans, page: bytes, kind: Kind) -> bool:
-    """Whether this host has the words of a page's scan file."""
-    return os.path.exists(f"{scans.directory(identity_of(page, kind))}/{NAME}")

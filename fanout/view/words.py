@@ -20,7 +20,7 @@ import sys
 from array import array
 from collections import defaultdict
 
-__all__ = ["NAME", "PLACES", "PROGRAM", "SHORTEST", "VERSION", "write_words"]
+__all__ = ["NAME", "PLACES", "PROGRAM", "SHORTEST", "VERSION", "words_of", "write_words"]
 
 NAME = "words"
 PLACES = "places"
@@ -38,6 +38,11 @@ _ASCII = frozenset(b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuv
 
 def _table(binary: bool) -> bytes:
     return bytes(byte if byte in _ASCII or (byte >= 128 and not binary) else 32 for byte in range(256))
+
+
+def words_of(data: bytes, binary: bool) -> set[bytes]:
+    """Return the words of the contents of a file."""
+    return {word for word in data.translate(_table(binary)).split() if len(word) >= SHORTEST}
 
 
 def write_words(directory: str, binary: bool) -> bool:

@@ -18,7 +18,7 @@ from fanout.store.memory import MemoryStore
 from fanout.store.wrap import Metered, Wrapper
 from fanout.view.bases import Kind
 from fanout.view.cache import HostCache
-from fanout.view.published import Asking, Published, Told, identity_of
+from fanout.view.published import Published, Told, identity_of
 from fanout.view.scan import Stopped
 from tests.support.disks import hasty, new_disk
 
@@ -42,7 +42,7 @@ class Host:
             self.asked.append(set(files.values()))
             return {path for path in files if word in Path(path).read_bytes().split(b"\n")}
 
-        return self.published.tell(Asking(self.index, matching), pages, lambda: False, binary=binary)
+        return self.published.tell(self.index, matching, pages, binary, lambda: False)
 
     def requests(self) -> dict[str, int]:
         used, self._mark = self.store.usage() - self._mark, self.store.usage()
@@ -192,7 +192,7 @@ def test_a_store_that_says_no_is_no_error(
 def test_a_search_that_is_stopped_leaves_nothing_half(host: Host) -> None:
     publish(host.index, PAGES)
     with pytest.raises(Stopped):
-        host.published.tell(Asking(host.index, lambda files: set()), PAGES, lambda: True)
+        host.published.tell(host.index, lambda files: set(), PAGES, True, lambda: True)
     assert host.cache.those_there("words", "") == []
     assert len(host.tell(b"all")) == 9
 
