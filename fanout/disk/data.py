@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -20,7 +20,7 @@ from fanout.format.pack import PackBuilder, decode_frame, encode_frame, is_text,
 from fanout.format.tree import HOLE, Ref
 from fanout.runtime import Runtime
 
-__all__ = ["PackSink", "PackSource", "Packed", "Packer", "Reader", "Slice"]
+__all__ = ["Decoded", "Frames", "PackSink", "PackSource", "Packed", "Packer", "Reader", "Slice"]
 
 #: Frames of one pack closer than this are fetched with one request.
 _COALESCE_GAP = 64 << 10
@@ -28,6 +28,10 @@ _COALESCE_GAP = 64 << 10
 _HOLE_CHUNK = 1 << 20
 #: A request is cut here, so that transfers run in parallel and memory stays bounded.
 _COALESCE_MAX = 4 << 20
+
+
+#: Frames with their raw bytes. Close it where it is not used to its end: others may wait for what it holds.
+Decoded = Generator[tuple[Ref, bytes], None, None]
 
 
 class PackSink(Protocol):
@@ -164,6 +168,14 @@ class Slice:
     refs: list[Ref] = field(default_factory=list)
 
 
+class Frames(Protocol):
+    """Where frames come from, many at once; a `Reader` is one."""
+
+    def plan(self, refs: Iterable[Ref]) -> list[Slice]: ...
+
+    def fetch(self, piece: Slice, blobs: Mapping[bytes, bytes]) -> Decoded: ...
+
+
 class Reader:
     """Reads and verifies frames of one disk's packs. Thread safe. Keeps a bounded memory of small whole frames."""
 
@@ -213,39 +225,41 @@ class Reader:
             raw = self.frame(ref, blobs)
             yield raw if ref.length < 0 else raw[ref.skip : ref.skip + ref.length]
 
-    def plan(self, refs: Iterable[Ref]) -> list[Slice]:
-        """Group the distinct stored frames of `refs` into ranged reads, by pack and offset."""
+    def plan(self, refs: Iterable[Ref], most: int = _COALESCE_MAX) -> list[Slice]:
+        """Group the distinct stored frames of `refs` into ranged reads of at most `most` bytes, by pack and offset."""
         frames = sorted({(r.pack, r.offset): r for r in refs if r.pack != HOLE}.items())
         slices: list[Slice] = []
         for (pack, offset), ref in frames:
             last = slices[-1] if slices else None
             end = offset + ref.stored
-            if (
-                last is None
-                or last.pack != pack
-                or offset - last.end > _COALESCE_GAP
-                or end - last.start > _COALESCE_MAX
-            ):
+            if last is None or last.pack != pack or offset - last.end > _COALESCE_GAP or end - last.start > most:
                 last = Slice(pack, offset, end)
                 slices.append(last)
             last.refs.append(ref)
             last.end = max(last.end, end)
         return slices
 
-    def fetch(self, piece: Slice, blobs: Mapping[bytes, bytes]) -> Iterator[tuple[Ref, bytes]]:
+    def fetch(self, piece: Slice, blobs: Mapping[bytes, bytes]) -> Decoded:
         """Fetch one slice with one request (none for a blob) and yield its frames, verified."""
+        return self.decode(piece, self.load(piece, blobs))
+
+    def load(self, piece: Slice, blobs: Mapping[bytes, bytes]) -> memoryview:
+        """Return the stored bytes of one slice, as they are."""
         blob = blobs.get(piece.pack)
-        where = layout.pack_key(self._disk_id, piece.pack)
         if blob is not None:
-            data, base = memoryview(blob), 0
-        else:
-            try:
-                data = memoryview(self._store.get(where, piece.start, piece.end - piece.start))
-            except NotFound as error:
-                raise Corrupt(f"{where} is missing, although the tree refers to it") from error
-            base = piece.start
+            return memoryview(blob)[piece.start : piece.end]
+        key = layout.pack_key(self._disk_id, piece.pack)
+        try:
+            return memoryview(self._store.get(key, piece.start, piece.end - piece.start))
+        except NotFound as error:
+            raise Corrupt(f"{key} is missing, although the tree refers to it") from error
+
+    def decode(self, piece: Slice, data: memoryview) -> Decoded:
+        """Yield the frames of a slice from its stored bytes, verified."""
+        where = layout.pack_key(self._disk_id, piece.pack)
         for ref in piece.refs:
-            yield ref, decode_frame(data[ref.offset - base : ref.offset - base + ref.stored], ref, where)
+            at = ref.offset - piece.start
+            yield ref, decode_frame(data[at : at + ref.stored], ref, where)
 
     def _remember(self, key: tuple[bytes, int], raw: bytes) -> None:
         if len(raw) > self._cache_bytes // 8:

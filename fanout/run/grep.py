@@ -180,18 +180,19 @@ class _Search:
         check = None if query.pattern.options in compiled else Check(query.pattern, self._rg)
         try:
             wanted = Wanted(query.directory, query.binary, query.selects if query.selective else None)
-            parts, held = arrange(
-                self._scans, self._disk.id, state, self._disk.reader, wanted,
-                lambda: self._stopped.is_set() or (check is not None and check.refused), self._tell(),
-            )  # fmt: skip
-            rule_out(parts, query, self._scans, self._rg, self._searcher.cores)
-            if check is not None:
-                check.finish(self._deadline_s - self._monotonic())
-                compiled[query.pattern.options] = None
-                while len(compiled) > _COMPILED:
-                    compiled.popitem(last=False)
-            shards = split(parts, query.concurrency or self._searcher.cores)
-            with Ahead(self._scans, shards, lambda part: self._stopped.is_set() or self._beyond(part.first)) as ahead:
+            with Ahead(self._scans, lambda part: self._stopped.is_set() or self._beyond(part.first)) as ahead:
+                parts, held = arrange(
+                    self._scans, self._disk.id, state, self._disk.reader, wanted,
+                    lambda: self._stopped.is_set() or (check is not None and check.refused), self._tell(), ahead.add,
+                )  # fmt: skip
+                ahead.all_added()
+                rule_out(parts, query, self._scans, self._rg, self._searcher.cores)
+                if check is not None:
+                    check.finish(self._deadline_s - self._monotonic())
+                    compiled[query.pattern.options] = None
+                    while len(compiled) > _COMPILED:
+                        compiled.popitem(last=False)
+                shards = split(parts, query.concurrency or self._searcher.cores)
                 self._ahead = ahead
                 self._run_all(shards)
         except Stopped:

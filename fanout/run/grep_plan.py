@@ -5,21 +5,31 @@ Owns the cut, which depends on the tree and the number of workers alone, and bui
 
 from __future__ import annotations
 
+import os
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 
 from fanout.disk.paths import shown
+from fanout.disk.sharing import Shared, Turns
 from fanout.model import GrepShard
 from fanout.view.blocks import size_of
 from fanout.view.parts import Part
 from fanout.view.scan import Stopped
+from fanout.view.scan_write import Layout, Recipe
 from fanout.view.scans import Held, Scans
 
 __all__ = ["Ahead", "Done", "Shard", "split"]
 
-#: How many scan files are built at once: most of the time they wait for the store.
-_BUILDERS = 6
+#: How many threads build scan files: most of the time they wait for the store.
+_BUILDERS = 12
+#: How many requests are under way or being unpacked. Held by tests/unit/test_grep_parts.py.
+_FETCHING = 10
+#: Scan files of about this much together are built by one thread: about one request's worth of compressed text.
+_GROUP_BYTES = 24 << 20
+_GROUP_PARTS = 64
 #: A shard has at least this much to search, if there is so much: a process costs about as much as searching it.
 _SHARD_BYTES = 8 << 20
 #: And this much at most, so that no worker waits long for another at the end.
@@ -126,36 +136,80 @@ def _runs(parts: Sequence[Part], share: float, most: int | None = None) -> Itera
 
 
 class Ahead:
-    """Builds the scan files that are not there, several at once, in the order in which shards will ask for them."""
+    """Builds the scan files that are not there, several at once, in the order in which it is told of them.
 
-    def __init__(self, scans: Scans, shards: Sequence[Shard], unwanted: Callable[[Part], bool]) -> None:
+    Neighbours are built together, one after the other by one thread: they share what is fetched.
+    """
+
+    def __init__(self, scans: Scans, unwanted: Callable[[Part], bool]) -> None:
         self._scans = scans
         self._unwanted = unwanted
-        absent = [part for shard in shards for part in shard.parts if part.absent]
-        self._pool = ThreadPoolExecutor(_BUILDERS, "fanout-fetch") if len(absent) > 1 else None
+        self._pool = ThreadPoolExecutor(_BUILDERS, "fanout-fetch")
+        self._turns = Turns(_FETCHING, len(os.sched_getaffinity(0)))
+        self._gathered: dict[str, list[Part]] = {}
         self._building: dict[str, Future[Held]] = {}
-        if self._pool is not None:
-            self._building = {part.identity: self._pool.submit(self._build, part) for part in absent}
+
+    def add(self, part: Part) -> None:
+        """Have a part built, together with those of its kind that come next. For one thread."""
+        group = self._gathered.setdefault(part.kind, [])
+        group.append(part)
+        self._building[part.identity] = Future()
+        if sum(each.size for each in group) >= _GROUP_BYTES or len(group) >= _GROUP_PARTS:
+            self._submit(part.kind)
+
+    def all_added(self) -> None:
+        """Say that no other part comes."""
+        for kind in list(self._gathered):
+            self._submit(kind)
 
     def hold(self, part: Part) -> Held:
         """Return a part's scan file, waiting for it where it is being built. `Stopped` where that was given up."""
         building = self._building.pop(part.identity, None)
-        return self._scans.hold(part.identity, part.build) if building is None else building.result()
+        if building is not None:
+            return building.result()
+        return self._scans.hold(part.identity, part.build)
 
     def __enter__(self) -> Ahead:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._pool is None:
-            return
+        self._pool.shutdown(wait=True, cancel_futures=True)
         for future in self._building.values():
-            future.cancel()
-        self._pool.shutdown(wait=True)
-        for future in self._building.values():
-            if not future.cancelled() and future.exception() is None:
+            if future.done() and future.exception() is None:
                 future.result().release()
 
-    def _build(self, part: Part) -> Held:
+    def _submit(self, kind: str) -> None:
+        group = [(part, self._building[part.identity]) for part in self._gathered.pop(kind)]
+        self._pool.submit(self._build, group)
+
+    def _build(self, group: Sequence[tuple[Part, Future[Held]]]) -> None:
+        """Build some parts. Where one cannot be had those after it are not wanted, either."""
+        todo = deque(future for _, future in group)
+        failure: BaseException = Stopped()
+        laid_out: list[tuple[Part, Recipe, Layout]] = []
+        try:
+            for part, _ in group:
+                self._check(part)
+                assert isinstance(part.build, Recipe)
+                laid_out.append((part, part.build, part.build.lay_out()))
+        except BaseException as error:
+            failure = error
+        try:
+            self._build_together(laid_out, todo)
+        except BaseException as error:
+            failure = error
+        for future in todo:
+            future.set_exception(failure)
+
+    def _build_together(self, laid_out: Sequence[tuple[Part, Recipe, Layout]], todo: deque[Future[Held]]) -> None:
+        for place, (part, recipe, layout) in enumerate(laid_out):
+            if not place:
+                wants = [layout.refs for _, _, layout in laid_out]
+                frames = Shared(recipe.reader, wants, recipe.blobs, self._turns)
+            self._check(part)
+            todo[0].set_result(self._scans.hold(part.identity, partial(recipe.write, layout=layout, frames=frames)))
+            todo.popleft()
+
+    def _check(self, part: Part) -> None:
         if self._unwanted(part):
             raise Stopped
-        return self._scans.hold(part.identity, part.build)

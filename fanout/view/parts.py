@@ -16,11 +16,12 @@ from typing import Literal
 
 from fanout.disk.data import Reader
 from fanout.disk.state import State
-from fanout.format.tree import Node, PageRef, content_hash, subtree_end
+from fanout.format.tree import FILE, Node, PageRef, content_hash, subtree_end
 from fanout.view.bases import Base, Kind, Rested, rest
 from fanout.view.blocks import Range
 from fanout.view.published import LEAST_BYTES, Tell, Told, identity_of
-from fanout.view.scan import Copy, Scan, Stopped, is_binary, searchable, write_scan
+from fanout.view.scan import Copy, Scan, Stopped, is_binary, searchable
+from fanout.view.scan_write import Layout, Recipe, write_scan
 from fanout.view.scans import Held, Scans
 
 __all__ = ["Part", "Wanted", "arrange"]
@@ -41,6 +42,7 @@ _REMEMBERED_PAGES = 8192
 
 Files = Sequence[tuple[bytes, Node]]
 _KINDS: tuple[Kind, ...] = ("text", "binary")
+ByKind = Mapping[Kind, Files]
 #: What a page without files of a kind rests on.
 _NOTHING = Rested({}, ())
 
@@ -60,6 +62,11 @@ class Wanted:
     @property
     def end(self) -> bytes | None:
         return subtree_end(self.directory) if self.directory else None
+
+    @property
+    def everything(self) -> bool:
+        """Whether all files are."""
+        return self.binary and self.selects is None and not self.directory
 
     def takes(self, path: bytes, node: Node | None) -> bool:
         """Whether a file of the tree is wanted."""
@@ -104,13 +111,15 @@ def arrange(
     wanted: Wanted,
     stopped: Callable[[], bool],
     tell: Tell | None = None,
+    begin: Callable[[Part], None] = lambda _: None,
 ) -> tuple[list[Part], list[Held]]:
     """Return the scan files to search for `wanted`, patches first, then each kind's in order of paths.
 
     Loads only pages whose scan files are not on this host, and of those only what `tell` does not rule out, which says
-    what was published. What is handed out as held is to be released in the end.
+    what was published. What is handed out as held is to be released in the end. `begin` is told of each part that is to
+    be built as soon as that is known, in order.
     """
-    work = _Arrangement(scans, disk_id, state, reader, wanted, stopped, tell)
+    work = _Arrangement(scans, disk_id, state, reader, wanted, stopped, tell, begin)
     while not work.known.lock.acquire(timeout=_LOCK_STEP_S):
         if stopped():
             raise Stopped
@@ -134,6 +143,7 @@ class _Arrangement:
         wanted: Wanted,
         stopped: Callable[[], bool],
         tell: Tell | None,
+        begin: Callable[[Part], None],
     ) -> None:
         self.known = scans.known(disk_id)
         self.held: dict[str, Held] = {}
@@ -145,6 +155,7 @@ class _Arrangement:
         self._stopped = stopped
         self._tell = tell
         self._told: Mapping[str, Told] = {}
+        self._begin = begin
         self._blobs = state.blob_bytes()
         self._patched: dict[bytes, Node] = {}
         self._bases: list[Base] = []
@@ -166,11 +177,11 @@ class _Arrangement:
         todo = set(missing)
         parts: list[Part] = []
         for place, page in enumerate(pages):
-            files: Files | None = None
+            files: ByKind | None = None
             if place in todo:
                 if self._stopped():
                     raise Stopped
-                files = [item for item in next(loaded) if searchable(item[1])]
+                files = _by_kind(next(loaded))
                 if place not in passed and self._is_little(files):
                     continue
             for identity in passed.get(place, kinds[place]):
@@ -224,7 +235,7 @@ class _Arrangement:
         rested = self.known.rested.get(identity)
         return rested is not None and all(self._hold(base) is not None for base in rested.live)
 
-    def _parts_of(self, identity: str, page: PageRef, end: bytes | None, files: Files | None) -> Iterator[Part]:
+    def _parts_of(self, identity: str, page: PageRef, end: bytes | None, files: ByKind | None) -> Iterator[Part]:
         """Yield what holds a page's files of one kind; `files` are all of them, where they had to be looked at."""
         kind: Kind = "binary" if identity.endswith("binary") else "text"
         if identity in self._here:
@@ -235,11 +246,11 @@ class _Arrangement:
             return
         rested = self.known.rested.get(identity)
         if files is not None:
-            mine = [item for item in files if is_binary(item[1]) == (kind == "binary")]
+            mine = files[kind]
             rested = self._rest(kind, identity, mine, page, end) if mine or kind == "text" else _NOTHING
             if rested is None or (mine and not rested.live):
                 copies = rested.copies if rested is not None else {}
-                yield self._base(kind, identity, page, end, here=False, copies=copies, files=self._kept(files))
+                yield self._base(kind, identity, page, end, here=False, copies=copies, files=files)
                 return
             self.known.rested[identity] = Rested(rested.live, rested.missing)
         if rested is None:  # evicted just now
@@ -252,18 +263,21 @@ class _Arrangement:
             yield Part(kind, base, page.first, end, _never, True, self.held[base].scan.size, live)
         self._patched.update(item for item in rested.missing if item[0] not in self._state.changes)
 
-    def _passed_over(self, kind: Kind, identity: str, page: PageRef, end: bytes | None, files: Files | None) -> Part:
+    def _passed_over(self, kind: Kind, identity: str, page: PageRef, end: bytes | None, files: ByKind | None) -> Part:
         facts = self._told[identity].facts
         count = facts.files
         if files is not None:
-            mine = (item for item in files if is_binary(item[1]) == (kind == "binary"))
-            count = sum(self._wanted.takes(*item) and item[0] not in self._state.changes for item in mine)
+            count = sum(self._wanted.takes(*item) and item[0] not in self._state.changes for item in files[kind])
         return Part(kind, identity, page.first, end, _never, False, facts.size, ruled_out=True, passed_over=count)
 
-    def _is_little(self, files: Files) -> bool:
+    def _is_little(self, files: ByKind) -> bool:
         """Whether so little of a page is wanted that it is patched instead of building its scan file."""
-        some = [item for item in files if self._wanted.takes(*item) and item[0] not in self._state.changes]
-        if 2 * sum(node.size for _, node in some) >= sum(node.size for _, node in files):
+        wanted, changes = self._wanted, self._state.changes
+        if wanted.everything and not changes:
+            return False
+        both = [*files["text"], *files["binary"]]
+        some = [item for item in both if wanted.takes(*item) and item[0] not in changes]
+        if 2 * sum(node.size for _, node in some) >= sum(node.size for _, node in both):
             return False
         self._patched.update(some)
         return True
@@ -277,27 +291,38 @@ class _Arrangement:
         *,
         here: bool,
         copies: Mapping[int, Copy] | None = None,
-        files: Files | None = None,
+        files: ByKind | None = None,
     ) -> Part:
-        def build(fd: int) -> int:
-            found = files
-            if found is None:
-                found = [item for item in self._state.pages.load(page) if searchable(item[1])]
-            mine = [item for item in found if is_binary(item[1]) == (kind == "binary")]
-            left_out = len(found) - len(mine)
-            return write_scan(
-                fd, mine, self._reader, self._blobs, left_out=left_out, copies=copies, stopped=self._stopped
-            )
-
         self._bases.append(Base(kind, identity, page.first, end))
         facts = self._scans.facts(identity) if here else None
         size = page.count * _GUESSED_BYTES if facts is None else facts.size
-        return Part(kind, identity, page.first, end, build, here, size)
+        if files is not None:
+            size = sum(node.size for _, node in files[kind])
+        recipe = Recipe(self._lay_out(kind, page, files, copies), self._reader, self._blobs, self._stopped)
+        part = Part(kind, identity, page.first, end, recipe, here, size)
+        if not here:
+            self._begin(part)
+        return part
 
-    def _kept(self, files: Files) -> Files | None:
-        """Return the files, to be kept until they are built, or None where too many are kept."""
-        self._keeping += len(files)
-        return files if self._keeping <= _KEPT_FILES else None
+    def _lay_out(
+        self, kind: Kind, page: PageRef, files: ByKind | None, copies: Mapping[int, Copy] | None
+    ) -> Callable[[], Layout]:
+        """Return what lays out the scan file of a page's files, which are kept until then unless they are too many."""
+        other: Kind = "text" if kind == "binary" else "binary"
+        kept: list[tuple[Files, int]] = []
+        if files is not None and self._keeping + len(files[kind]) <= _KEPT_FILES:
+            self._keeping += len(files[kind])
+            kept.append((files[kind], len(files[other])))
+
+        def lay_out() -> Layout:
+            if kept:
+                mine, left_out = kept.pop()
+            else:
+                found = _by_kind(self._state.pages.load(page))
+                mine, left_out = found[kind], len(found[other])
+            return Layout(mine, copies, left_out)
+
+        return lay_out
 
     def _rest(self, kind: Kind, identity: str, files: Files, page: PageRef, end: bytes | None) -> Rested | None:
         scans: dict[str, Scan] = {}
@@ -366,10 +391,21 @@ class _Arrangement:
         }
         self.held[identity] = new = self._scans.hold(
             identity,
-            lambda fd: write_scan(fd, chunk, self._reader, self._blobs, copies=copies, stopped=self._stopped),
+            lambda fd: write_scan(fd, Layout(chunk, copies), self._reader, self._blobs, self._stopped),
         )
         self.known.patched.update((key, (identity, number)) for number, key in enumerate(keys))
         return identity, new.scan
+
+
+def _by_kind(page: Files) -> ByKind:
+    """Sort out the files of a page that have lines to search, as `is_binary` has it."""
+    text: list[tuple[bytes, Node]] = []
+    binary: list[tuple[bytes, Node]] = []
+    for item in page:
+        node = item[1]
+        if node.kind == FILE and node.size > 0:
+            (binary if is_binary(node) else text).append(item)
+    return {"text": text, "binary": binary}
 
 
 def _joined(parts: Sequence[Part]) -> list[Part]:

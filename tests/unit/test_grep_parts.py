@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fanout.disk.data import Reader
 from fanout.errors import Invalid
 from fanout.run.ere import rust_of_ere
 from fanout.run.globs import Globs
@@ -20,9 +21,10 @@ from fanout.run.grep_plan import split
 from fanout.run.needs import needs_of_literal, needs_of_regex, word_expressions
 from fanout.run.ripgrep import Search, Source, compile_pattern, program
 from fanout.store.memory import MemoryStore
-from fanout.view import scan
+from fanout.view import scan, scan_write
 from fanout.view.blocks import both, ranges_of_words, size_of
 from fanout.view.parts import Part
+from fanout.view.scan_write import Layout, Recipe
 from fanout.view.words import SHORTEST, write_words
 from tests.support.disks import new_disk
 
@@ -292,8 +294,11 @@ def test_ranges_of_files_are_searched_as_if_nothing_else_was_there(tmp_path: Pat
     assert search.finish() == f"{tmp_path}/d cannot be read (it ends early, at 1000)"
 
 
+RECIPE = Recipe(lambda: Layout(()), Reader(MemoryStore(), "disk"), {}, lambda: False)
+
+
 def part(name: str, size: int, kind: str = "text", *, here: bool = True) -> Part:
-    return Part(kind, name, name.encode(), name.encode() + b"\xff", lambda _: 0, here, size)  # type: ignore[arg-type]
+    return Part(kind, name, name.encode(), name.encode() + b"\xff", RECIPE, here, size)  # type: ignore[arg-type]
 
 
 def test_a_tree_is_cut_into_shards_of_about_the_same_size() -> None:
@@ -324,14 +329,14 @@ def test_what_is_to_be_fetched_is_searched_in_small_shards() -> None:
 def test_utf16_is_decoded_a_piece_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, step: int
 ) -> None:
-    monkeypatch.setattr(scan, "_STEP", step)
+    monkeypatch.setattr(scan_write, "_STEP", step)
     disk = new_disk(MemoryStore())
     for name, content in ((b"f", b"\xff\xfe" + data), (b"g", b"plain")):
         disk.put_object(disk.point(), name, content, 0o644)
     state = disk.point().state()
     fd = os.open(tmp_path, os.O_RDONLY)
     try:
-        scan.write_scan(fd, list(state.below(b"")), disk.reader, state.blob_bytes())
+        scan_write.write_scan(fd, scan_write.Layout(list(state.below(b""))), disk.reader, state.blob_bytes())
     finally:
         os.close(fd)
     opened = scan.open_scan(str(tmp_path))
