@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from fanout.engine.base import Limits, Mount, Spec
 from fanout.engine.check import Bench, completed
 from fanout.engine.qemu import command, share
 from fanout.engine.qemu.engine import QemuEngine
+from fanout.engine.qemu.turns import TURN_MS
 from fanout.errors import EngineUnavailable, Invalid
 from tests.support.guests import MIB, image_or_skip, qemu_cache
 
@@ -78,6 +80,24 @@ def test_a_vm_is_kept_ready_used_once_and_replaced_when_it_dies(bench: Bench, en
     assert again.exit.warm, "those that died in the pool were replaced"
     assert again.stdout not in (b"", outcome.stdout), "copies of one VM draw numbers of their own"
     assert b"mark" not in again.stdout
+
+
+def test_emulated_processors_compute_in_long_turns_and_their_files_are_served_at_once(engine: QemuEngine) -> None:
+    process = engine.start(Spec(["/bin/sleep", "600"], env=ENV))
+    try:
+        until(lambda: any(vm.is_taken for vm in engine.vms()))
+        (qemu, virtiofsd) = next(vm.pids() for vm in engine.vms() if vm.is_taken)
+        policies = [os.sched_getscheduler(int(thread)) for thread in os.listdir(f"/proc/{qemu}/task")]
+        assert len(policies) > 1
+        assert set(policies) == {os.SCHED_BATCH}
+        assert os.sched_getscheduler(virtiofsd) == os.SCHED_OTHER
+        release = tuple(int(part) for part in re.findall(r"\d+", os.uname().release)[:2])
+        told = Path(f"/proc/{qemu}/sched")
+        if release >= (6, 12) and told.exists():
+            assert int(re.findall(r"se.slice *: *(\d+)", told.read_text())[0]) == TURN_MS * 1_000_000
+    finally:
+        process.kill()
+        process.wait(lambda *_: None)
 
 
 def test_many_wait_their_turn_and_the_cancelled_ones_leave_no_vm_behind(bench: Bench, engine: QemuEngine) -> None:

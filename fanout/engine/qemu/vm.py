@@ -225,7 +225,14 @@ class VM:
         options += ["--proc", "/proc", "--remount-ro", "/"]
         host = self._host
         qemu = self._qemu = Jail(
-            host.spawner, host.bwrap, options, argv, output=output, others=inherited, network=network
+            host.spawner,
+            host.bwrap,
+            options,
+            argv,
+            output=output,
+            others=inherited,
+            network=network,
+            emulates=self.guest.acceleration == "tcg",
         )
         assert self._share is not None
         return _Both(qemu, self._share)
