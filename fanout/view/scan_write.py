@@ -314,10 +314,13 @@ class _Writing:
             if not flags & DECODED:
                 continue
             start, end = self._starts[number], self._starts[number + 1] - 1
-            decoder = codecs.getincrementaldecoder(_WIDE[os.pread(self.fd, 2, start)])("replace")
+            mark = os.pread(self.fd, 2, start)
+            decoder = codecs.getincrementaldecoder(_WIDE[mark])("replace")
             at = self._starts[-1]
             self._flags[number] = DECODED
-            for place in range(start + 2, end + 1, _STEP):  # the last piece may be empty: it ends the decoding
+            # ripgrep takes a second mark off, too.
+            begin = start + 4 if end - start >= 4 and os.pread(self.fd, 2, start + 2) == mark else start + 2
+            for place in range(begin, end + 1, _STEP):  # the last piece may be empty: it ends the decoding
                 raw = os.pread(self.fd, min(_STEP, end - place), place)
                 text = decoder.decode(raw, place + _STEP > end).encode("utf-8", "replace")
                 self._flags[number] |= HAS_NUL if b"\0" in text else 0

@@ -91,7 +91,7 @@ HOSTILE: dict[bytes, bytes] = {
     b"empty": b"", b"newline": b"\n", b"newlines": b"\n" * 5, b"no end": b"foo", b"end": b"foo\n", b"cr": b"foo\r",
     b"crlf": b"foo\r\nimport x\r\n\r\n", b"crs": b"foo\rbar\rfoo", b"blank": b"   ", b"blanks": b"foo \nbar\t\n \n",
     b"mark": b"\xef\xbb\xbfimport foo\n", b"marks": b"\xef\xbb\xbf\xef\xbb\xbfimport foo",
-    b"mark only": b"\xef\xbb\xbf",
+    b"mark only": b"\xef\xbb\xbf", b"le marks": b"\xff\xfe\xff\xfe\n\0", b"be marks": b"\xfe\xff" * 3 + b"\0\n",
     b"half a mark": b"\xef\xbb", b"mark inside": b"foo\n\xef\xbb\xbfimport\n",
     b"le": "\ufeffimport foo\nhomogeneous é\n".encode("utf-16-le"),
     b"be": "\ufeffimport foo\nhomogeneous ☕".encode("utf-16-be"), b"le only": b"\xff\xfe",

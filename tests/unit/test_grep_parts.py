@@ -323,8 +323,9 @@ def test_what_is_to_be_fetched_is_searched_in_small_shards() -> None:
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"a", b"ab", b"a\0b\0\n\0", "é\n☕x".encode("utf-16-le"), b"\x00\xd8a\0", b"a\0b"]
-)
+    "data", [b"", b"a", b"ab", b"a\0b\0\n\0", "é\n☕x".encode("utf-16-le"), b"\x00\xd8a\0", b"a\0b", b"\xff\xfe",
+     b"\xff\xfea\0\xff\xfe"],
+)  # fmt: skip
 @pytest.mark.parametrize("step", [1, 2, 3, 1 << 20])
 def test_utf16_is_decoded_a_piece_at_a_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: bytes, step: int
@@ -342,6 +343,8 @@ def test_utf16_is_decoded_a_piece_at_a_time(
     opened = scan.open_scan(str(tmp_path))
     start, end = opened.span(2)
     assert (opened.files, opened.path(2), opened.in_order) == (2, b"f", False)
-    assert (tmp_path / "data").read_bytes()[start:end] == data.decode("utf-16-le", "replace").encode()
+    assert (tmp_path / "data").read_bytes()[start:end] == data.removeprefix(b"\xff\xfe").decode(
+        "utf-16-le", "replace"
+    ).encode()
     assert opened.span(0)[0] == opened.span(0)[1]
     assert opened.row_at(end) == 2
