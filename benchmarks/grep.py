@@ -203,16 +203,19 @@ def _piped(words: list[str], directory: Path, environment: Mapping[str, str]) ->
 
 
 async def _cold(report: Report, plan: _Plan, store: str, endpoint: str | None, place: Path) -> None:
-    """A first search of everything by a host that knows nothing, beside getting the packs and nothing else."""
+    """A first search of everything by a host that knows nothing, beside getting the packs and nothing else.
+
+    Both in a connection that is open. Once with the words that the host before published, once as if it had not.
+    """
     numbers = itertools.count()
 
-    async def ours() -> float:
-        started = time.perf_counter()
+    async def ours(published: bool, pattern: str) -> float:
         cache = place / f"cold-{next(numbers)}"
-        async with fanout.connect(store=store, cache_dir=cache, s3_endpoint=endpoint) as fo:
-            found = await fo.grep("ws", _FEW["absent word"], max_duration_s=600)
+        async with fanout.connect(store=store, cache_dir=cache, s3_endpoint=endpoint, grep_index=published) as fo:
+            started = time.perf_counter()
+            found = await fo.grep("ws", pattern, max_duration_s=600)
             took = (time.perf_counter() - started) * 1e3
-        if found.stopped_reason != "completed" or not sum(shard.fetched for shard in found.shards):
+        if found.stopped_reason != "completed" or (sum(shard.fetched for shard in found.shards) == 0) != published:
             raise RuntimeError("it was not cold, or not all of it")
         return took
 
@@ -222,10 +225,24 @@ async def _cold(report: Report, plan: _Plan, store: str, endpoint: str | None, p
             disk = await fo.disks.get("ws")
             return await anyio.to_thread.run_sync(_download, fo, disk.id)
 
-    found = await interleave({"fanout": ours, "packs": theirs}, max(plan.rounds // 3, 1))
     at = "S3" if endpoint else "local store"
-    mine, packs = report.add(f"cold: first search, {at}", found["fanout"]), report.add(f"packs, {at}", found["packs"])
-    report.ratio("cold: fanout / downloading the packs", mine, packs, COLD_LIMIT if plan.held and endpoint else None)
+    for form, published in (("index published", True), ("nothing published", False)):
+        if published and not await _is_published(store, endpoint, place):
+            report.skip(f"cold, {form}", "the tree is too small for an index")
+            continue
+        sides: dict[str, Side] = {"fanout": partial(ours, published, _FEW["absent word"]), "packs": theirs}
+        found = await interleave(sides, plan.rounds if published else max(plan.rounds // 3, 1))
+        mine = report.add(f"cold, {form}: first search, {at}", found["fanout"])
+        packs = report.add(f"cold, {form}: packs alone, {at}", found["packs"])
+        limit = COLD_LIMIT if plan.held and endpoint else None
+        report.ratio(f"cold, {form}: fanout / downloading the packs", mine, packs, limit)
+
+
+async def _is_published(store: str, endpoint: str | None, place: Path) -> bool:
+    async with fanout.connect(store=store, cache_dir=place / "none", s3_endpoint=endpoint) as fo:
+        disk = await fo.disks.get("ws")
+        assert isinstance(disk, LocalDisk)
+        return bool(await anyio.to_thread.run_sync(disk.core.index.objects))
 
 
 def _download(fo: LocalFanout, disk_id: str) -> float:
@@ -285,10 +302,12 @@ def _settled(disk: fanout.Disk) -> None:
 
 
 def _index(disk: fanout.Disk) -> None:
-    """Wait for the words of what was searched."""
+    """Wait for the words of what was searched, and for their publication."""
     assert isinstance(disk, LocalDisk)
     assert disk._searcher is not None
+    assert disk._searcher.publisher is not None
     disk._searcher.indexer.settle()
+    disk._searcher.publisher.settle()
 
 
 def _store(report: Report, size: Size, place: Path, stack: ExitStack) -> tuple[str, str | None]:

@@ -16,7 +16,7 @@ from fanout.format.tree import PageRef
 from fanout.runtime import Runtime
 from fanout.view.own_words import OwnWords
 from fanout.view.published import LEAST_BYTES
-from fanout.view.scans import Scans
+from fanout.view.scans import Facts, Scans
 
 __all__ = ["Publisher"]
 
@@ -97,7 +97,9 @@ class Publisher:
         """Publish what is worth it; returns when to look at the disk again, in seconds from now."""
         own = OwnWords(self._scans, index.disk_id)
         tree = [(page.hash, kind) for page in pages for kind in (TEXT, BINARY)]
-        mine = {place: facts.size for place in tree if (facts := own.facts(*place)) is not None}
+        mine = {
+            place: facts.size for place in tree if (facts := own.facts(*place)) is not None and _tells(place, facts)
+        }
         if sum(mine.values()) < LEAST_BYTES:
             return _PAUSE_S
         objects = index.objects()
@@ -135,6 +137,11 @@ class Publisher:
                     yield from index.fetch(piece)
                 except (Corrupt, NotFound):
                     continue
+
+
+def _tells(place: Place, facts: Facts) -> bool:
+    """Whether somebody would ask: a page without binary files says so with its text ones."""
+    return place[1] == TEXT or facts.files > 0
 
 
 def _to_replace(objects: Sequence[IndexObject], tree: set[Place]) -> list[IndexObject]:

@@ -33,8 +33,9 @@ class OwnWords:
     def facts(self, page: bytes, kind: int) -> Facts | None:
         """Return what there is to say of a page's files of one kind; None where this host has not all of the words."""
         identity = identity_of(page, _KINDS[kind])
-        if self._has_words(identity):
-            return self._scans.facts(identity)
+        own = self._scans.facts(identity)
+        if own is not None and (not own.files or self._has_words(identity)):
+            return own
         rested = self._rested(identity)
         if rested is None or not all(map(self._has_words, rested.live)):
             return None
@@ -53,10 +54,11 @@ class OwnWords:
         facts = self.facts(page, kind)
         if facts is None:
             return None
-        words = self._read(identity) if self._has_words(identity) else self._put_together(identity, kind)
-        # Where there are files, no words means that they were not worth having.
-        if words is None or len(words) > MAX_RAW_BYTES or (facts.files and not words):
-            return None
+        words = b""
+        if facts.files:  # then no words means that they were not worth having
+            words = (self._read(identity) if self._has_words(identity) else self._put_together(identity, kind)) or b""
+            if not 0 < len(words) <= MAX_RAW_BYTES:
+                return None
         return Words(page, kind, 0, 0, len(words), b"", *facts), words
 
     def _files(self, page: bytes, kind: int) -> int | None:

@@ -36,7 +36,7 @@ FILES = {
     **{f"b/{n}": (b"\0 beta bin_%d\n" if n % 2 else b"beta word_%d\n") % n * 9 for n in range(8)},
     **{f"c/{n}": b"\0 gamma bin_%d\n" % n * 9 for n in range(8)},
     **{f"d/{n}.py": b"delta Word_%d\n" % n * 9 for n in range(8)},
-    "e/none": b"",
+    **{f"e/none{n:02}": b"" for n in range(16)},
 }
 
 
