@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from fanout.run.ripgrep import program
 
-__all__ = ["Counted", "Refused", "Said", "count", "decoded", "flags", "lines_of", "ripgrep"]
+__all__ = ["Counted", "Line", "Refused", "Said", "count", "decoded", "flags", "lines_of", "ripgrep"]
 
 _OPTIONS = ("--no-config", "--no-ignore", "--hidden", "--text", "--color=never", "--with-filename", "--null", "-j2")
 #: How many bytes of names one run is given: the arguments of a program are bounded.

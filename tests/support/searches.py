@@ -37,6 +37,10 @@ class Asked(NamedTuple):
     def flags(self) -> list[str]:
         return flags(self.options.get("syntax", "rust"), self.options)
 
+    @property
+    def directory(self) -> str:
+        return str(self.options.get("directory", "/")).strip("/")
+
     def with_options(self, more: Mapping[str, Any]) -> Asked:
         return Asked(self.pattern, {**self.options, **more})
 
