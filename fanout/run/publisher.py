@@ -88,7 +88,7 @@ class Publisher:
                 disk_id, (index, pages) = self._jobs.popitem()
             try:
                 pause_s = self._publish(index, pages)
-            except FanoutError:
+            except (FanoutError, OSError):
                 pause_s = float("inf")
             with self._lock:
                 self._next_s[disk_id] = self._runtime.monotonic() + pause_s

@@ -41,6 +41,8 @@ _GUESSED_BYTES = 8192
 _REMEMBERED_PAGES = 8192
 
 Files = Sequence[tuple[bytes, Node]]
+#: Fewer pages that rest on what is on this host are loaded sooner than it is found out whether somebody published them.
+_MANY_PAGES = 16
 _KINDS: tuple[Kind, ...] = ("text", "binary")
 ByKind = Mapping[Kind, Files]
 #: What a page without files of a kind rests on.
@@ -169,7 +171,8 @@ class _Arrangement:
         ends = [*(page.first for page in pages[1:]), None]
         self._here = {identity for its in kinds for identity in its if self._scans.has(identity)}
         unknown = [place for place, its in enumerate(kinds) if not all(map(self._is_known, its))]
-        self._ask([pages[place] for place in unknown if self._is_new(pages[place], ends[place], kinds[place])])
+        many = len(unknown) >= _MANY_PAGES
+        self._ask([pages[at] for at in unknown if many or self._is_new(pages[at], ends[at], kinds[at])])
         passed = {place: its for place in unknown if (its := self._passed_kinds(kinds[place])) is not None}
         missing = [place for place in unknown if place not in passed or not self._is_whole(pages[place], ends[place])]
         refs = [pages[place] for place in missing]

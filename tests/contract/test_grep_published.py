@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -207,6 +209,27 @@ async def test_changes_since_are_patched(disk: LocalDisk, store: Store, tmp_path
     assert found.files_scanned == 31
 
 
+async def test_a_host_asks_for_many_changed_pages_not_for_few(
+    disk: LocalDisk, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = Recorded(store)
+    async with connected(recorded, tmp_path / "other", tuning=TUNING, grep_index=False) as fo:
+        await fo.grep("ws", "alpha")
+    for number, path in enumerate(sorted(FILES)):
+        if number % 3 == 0:
+            await disk.put_object(path, b"edited word_55\n")
+    disk.core.branch().fold()
+    await search_and_publish(disk)
+    for many, asks in ((100, 0), (1, 1)):
+        monkeypatch.setattr(parts, "_MANY_PAGES", many)
+        shutil.copytree(tmp_path / "other", tmp_path / f"copy{many}")
+        recorded.asked.clear()
+        found = await cold(recorded, tmp_path / f"copy{many}", "absent")
+        assert recorded.asked.count("LIST index") == asks
+        assert ("page" in recorded.asked) != asks
+        same(found, await disk.grep("absent"))
+
+
 async def test_branches_and_old_commits_have_the_same_pages(disk: LocalDisk, store: Store, tmp_path: Path) -> None:
     await disk.checkpoint("then")
     branch = disk.core.create_branch("b", Point(disk.core.branch()))
@@ -336,6 +359,47 @@ async def test_small_trees_ask_for_nothing(disk: LocalDisk, store: Store, tmp_pa
     await cold(recorded, tmp_path / "c", "absent")
     assert "LIST index" not in recorded.asked
     assert layout.index_prefix(disk.id) in index_keys(store)[0]
+
+
+#: UTF-16 and UTF-8 marks, words with letters that are not ASCII, bytes that are no UTF-8, a NUL far from the beginning.
+CONTENTS = [
+    b"needle %d\n", b"\xff\xfe" + "needle é %d\n".encode("utf-16-le"), b"\xef\xbb\xbfneedle %d", b"",
+    "wörter needle %d\n".encode(), b"\xffneedle\xff %d\n", b"\0needle %d\n", b"x" * 9000 + b"\nneedle %d \0\n",
+    b"no_match %d\n" * 30,
+]  # fmt: skip
+PATTERNS: list[tuple[str, dict[str, Any]]] = [
+    ("needle", {}), ("NEEDLE", {"ignore_case": True}), ("wörter", {}), ("no_match", {}), (r"needle [37]\b", {}),
+    (r"needle\w* 1\d", {}), ("é 2", {}), ("absent", {}), ("absent|wört", {"output": "count"}),
+    ("eedl", {"directory": "/d1"}), ("needle", {"include": ["*1"], "output": "files"}), ("word", {"word": True}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_random_changes(store: Store, tmp_path: Path, seed: int) -> None:
+    print(f"seed {seed}")
+    source = random.Random(seed)
+    async with connected(store, tmp_path / "warm", tuning=TUNING) as fo:
+        disk = await fo.disks.create("ws")
+        assert isinstance(disk, LocalDisk)
+        for step in range(4):
+            for _ in range(60 if step == 0 else 9):
+                path = f"d{source.randrange(4)}/f{source.randrange(12)}"
+                data = source.choice(CONTENTS)
+                if source.random() < 0.2:
+                    await disk.delete_object(path)
+                else:
+                    await disk.put_object(path, data.replace(b"%d", b"%d" % source.randrange(40)))
+            if source.random() < 0.7 or step == 0:
+                disk.core.branch().fold()
+            await search_and_publish(disk)
+            await search_and_publish(disk)
+            for number, (pattern, options) in enumerate(source.sample(PATTERNS, 5)):
+                place = tmp_path / f"{step}-{number}"
+                found = await cold(store, place, pattern, **options)
+                same(found, await cold(store, tmp_path / f"{step}-{number}-without", pattern, index=False, **options))
+                another = source.choice(PATTERNS)
+                same(await cold(store, place, another[0], **another[1]), await disk.grep(another[0], **another[1]))
+    assert index_keys(store)
 
 
 async def test_several_hosts_at_once(disk: LocalDisk, store: Store, tmp_path: Path) -> None:
