@@ -19,7 +19,6 @@ from collections.abc import Sequence
 
 from fanout.engine.base import Mount
 from fanout.engine.network import Network
-from fanout.engine.qemu.turns import take_long_turns
 from fanout.engine.spawning import Child, Spawner, memory_file, read_ending
 from fanout.errors import EngineUnavailable
 
@@ -59,12 +58,10 @@ class Jail:
         others: Sequence[int] = (),
         open_files: int = 4096,
         network: Network | None = None,
-        emulates: bool = False,
     ) -> None:
         """Start `argv` with stdout and stderr at `output` and the descriptors `others` under their own numbers.
 
-        `network` is its way out, else there is none. `emulates` says that it computes much, with large tables: see
-        `turns`. `EngineUnavailable` where the sandbox cannot be made.
+        `network` is its way out, else there is none. `EngineUnavailable` where the sandbox cannot be made.
         """
         numbers = _free_numbers(others)
         args = memory_file(os.fsencode("\0".join([*OPTIONS, *options]) + "\0"))
@@ -98,8 +95,6 @@ class Jail:
         self.init = started.init
         self.returncode: int | None = None
         self._status = started.status  # unread, but open: bwrap writes to it at the end
-        if emulates:
-            take_long_turns(started.init)
         try:
             os.write(started.block, b"1")
         except BrokenPipeError:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+from contextlib import suppress
 
 __all__ = ["TURN_MS", "take_long_turns"]
 
@@ -28,11 +29,10 @@ ATTRIBUTES = struct.Struct("=IIQiIQQQ")
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def take_long_turns(pid: int) -> bool:
-    """Let a process, and what it starts from now on, compute in long turns; False where the host does not have it."""
-    try:
+def take_long_turns(pid: int) -> None:
+    """Let a process, all its threads and those it makes from now on, compute in long turns, where the host has them."""
+    with suppress(OSError):  # it ended
         nice = os.getpriority(os.PRIO_PROCESS, pid)
-    except OSError:  # it ended
-        return False
-    attributes = ATTRIBUTES.pack(ATTRIBUTES.size, os.SCHED_BATCH, 0, nice, 0, TURN_MS * 1_000_000, 0, 0)
-    return bool(_libc.syscall(NUMBER, pid, attributes, 0) == 0)
+        attributes = ATTRIBUTES.pack(ATTRIBUTES.size, os.SCHED_BATCH, 0, nice, 0, TURN_MS * 1_000_000, 0, 0)
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            _libc.syscall(NUMBER, int(thread), attributes, 0)

@@ -22,6 +22,7 @@ from fanout.engine.qemu.protocol import Request
 from fanout.engine.qemu.reaper import Reaper
 from fanout.engine.qemu.share import TOP, Share, Virtiofsd
 from fanout.engine.qemu.template import Templates
+from fanout.engine.qemu.turns import take_long_turns
 from fanout.engine.spawning import Spawner
 from fanout.errors import EngineUnavailable
 from fanout.runtime import Runtime
@@ -30,6 +31,9 @@ __all__ = ["VM", "Host"]
 
 #: How long a boot may take. On a busy host without KVM it is ten times what it is on a quiet one.
 BOOT_S = 60.0
+
+#: How many times the grace a guest without KVM has to hand over its output: where many compute it waits for its turn.
+EMULATED_PATIENCE = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,11 +179,15 @@ class VM:
         assert self._machine is not None
         self.is_taken = True
         self._share.attach(mounts)
+        if self.guest.acceleration == "tcg" and self._qemu is not None:
+            take_long_turns(self._qemu.pid)  # not before: who waits for a boot wants it soon
         self._machine.send(request, stdin)
 
     def wait(self, sink: Sink, *, timeout_s: float | None, grace_s: float) -> Exit:
         """See `Machine.wait`; then virtiofsd is gone, too, and with it every mount."""
         assert self._machine is not None
+        if self.guest.acceleration == "tcg":
+            grace_s *= EMULATED_PATIENCE
         try:
             return self._machine.wait(sink, timeout_s=timeout_s, grace_s=grace_s)
         finally:
@@ -225,14 +233,7 @@ class VM:
         options += ["--proc", "/proc", "--remount-ro", "/"]
         host = self._host
         qemu = self._qemu = Jail(
-            host.spawner,
-            host.bwrap,
-            options,
-            argv,
-            output=output,
-            others=inherited,
-            network=network,
-            emulates=self.guest.acceleration == "tcg",
+            host.spawner, host.bwrap, options, argv, output=output, others=inherited, network=network
         )
         assert self._share is not None
         return _Both(qemu, self._share)
