@@ -19,7 +19,7 @@ from fanout.format.contexts import compressed, decompressed
 from fanout.format.index import BINARY, RULES, TEXT, IndexBuilder, Words, compress_words, decode_footer, decode_words
 from fanout.store.base import Store
 from fanout.store.memory import MemoryStore
-from fanout.store.wrap import Metered
+from fanout.store.wrap import Metered, Wrapper
 from tests.support.disks import TINY, cold, hasty, new_disk, put, put_many
 from tests.support.every_request import EveryRequest
 
@@ -274,3 +274,48 @@ def test_what_a_process_knows_is_bounded(disk: Disk, monkeypatch: pytest.MonkeyP
     assert len(disk.index.objects()) == 4
     assert len(disk.index._known) == 2
     assert all(isinstance(each, IndexObject) for each in disk.index._known.values())
+
+
+def test_publishing_at_any_moment_of_a_collection() -> None:
+    number = 0
+    while True:
+        inner = MemoryStore()
+        disk = new_disk(inner, tuning=TINY)
+        put_many(disk, [(f"d/{n}", b"%d" % n * 30) for n in range(9)])
+        disk.branch().fold()
+        put(disk, "d/1", b"new" * 30)
+        disk.branch().fold()
+        store = At(inner)
+        store.number = number
+        words = {(page, TEXT): b"word\n" for page in pages(disk)}
+        store.then = lambda disk=disk, words=words: disk.index.publish(built(words, 0, 0))  # type: ignore[misc]
+        Disk(store, disk.record, hasty(), TINY).collect(0, 0)
+        if store.number >= 0:
+            break
+        (found,) = disk.index.objects()
+        assert found.covers == words.keys(), f"published before request {number}"
+        assert {problem.key for problem in disk.check().problems} <= set(index_keys(inner)), "its counts are made up"
+        number += 1
+    assert number > 10
+
+
+def test_a_collection_that_meets_a_vanishing_index() -> None:
+    """Another host replaces an object between the listing and the look at it."""
+    inner = MemoryStore()
+    disk = new_disk(inner, tuning=TINY)
+    put_many(disk, [(f"d/{n}", b"%d" % n * 30) for n in range(9)])
+    disk.index.publish(built({(b"z" * 32, TEXT): b"word\n"}))
+    objects = disk.index.objects()
+
+    class Vanishing(Wrapper):
+        def get(self, key: str, start: int = 0, length: int | None = None) -> bytes:
+            disk.index.remove(objects)
+            return super().get(key, start, length)
+
+    assert Disk(Vanishing(inner), disk.record, hasty(), TINY).collect(0, 0).indexes == 0
+    disk.index.publish(built(WORDS))
+    objects = disk.index.objects()
+    assert WordIndex(Vanishing(inner), disk.id, hasty()).objects() == []
+    disk.index.publish(built(WORDS))
+    objects = disk.index.objects()
+    assert Disk(Vanishing(inner), disk.record, hasty(), TINY).check().problems == []
