@@ -225,14 +225,19 @@ class Reader:
             raw = self.frame(ref, blobs)
             yield raw if ref.length < 0 else raw[ref.skip : ref.skip + ref.length]
 
-    def plan(self, refs: Iterable[Ref], most: int = _COALESCE_MAX) -> list[Slice]:
-        """Group the distinct stored frames of `refs` into ranged reads of at most `most` bytes, by pack and offset."""
+    def plan(self, refs: Iterable[Ref]) -> list[Slice]:
+        """Group the distinct stored frames of `refs` into ranged reads, by pack and offset."""
         frames = sorted({(r.pack, r.offset): r for r in refs if r.pack != HOLE}.items())
         slices: list[Slice] = []
         for (pack, offset), ref in frames:
             last = slices[-1] if slices else None
             end = offset + ref.stored
-            if last is None or last.pack != pack or offset - last.end > _COALESCE_GAP or end - last.start > most:
+            if (
+                last is None
+                or last.pack != pack
+                or offset - last.end > _COALESCE_GAP
+                or end - last.start > _COALESCE_MAX
+            ):
                 last = Slice(pack, offset, end)
                 slices.append(last)
             last.refs.append(ref)

@@ -14,16 +14,14 @@ from fanout.format.tree import Ref
 
 __all__ = ["Shared", "Turns"]
 
-#: A request is cut here.
-_MOST = 8 << 20
-
 
 class Turns:
-    """Who may fetch and who may decode: `fetching` bounds what is in memory, `decoding` how many want a core."""
+    """How many slices may be in memory, how many of these be fetched, and how many be unpacked at a time."""
 
-    def __init__(self, fetching: int, decoding: int) -> None:
+    def __init__(self, held: int, fetching: int, unpacking: int) -> None:
+        self.held = threading.BoundedSemaphore(held)
         self.fetching = threading.BoundedSemaphore(fetching)
-        self.decoding = threading.BoundedSemaphore(decoding)
+        self.unpacking = threading.BoundedSemaphore(unpacking)
 
 
 class Shared:
@@ -39,7 +37,7 @@ class Shared:
         self._reader = reader
         self._turns = turns
         readings = [[(ref.pack, ref.offset, ref) for ref in refs] for refs in wants]
-        self._slices = reader.plan((ref for refs in readings for _, _, ref in refs), _MOST)
+        self._slices = reader.plan((ref for refs in readings for _, _, ref in refs))
         self._at = {(piece.pack, ref.offset): number for number, piece in enumerate(self._slices) for ref in piece.refs}
         #: How many readings still want something of a slice.
         self._left = Counter(
@@ -62,14 +60,15 @@ class Shared:
     def fetch(self, piece: Slice, blobs: Mapping[bytes, bytes]) -> Decoded:
         """Yield the frames of one slice that `plan` gave, verified, fetching it if nobody had."""
         number = self._at[piece.pack, piece.refs[0].offset]
-        with self._turns.fetching:
+        with self._turns.held:
             data = self._kept.pop(number, None)
             if data is None:
-                data = self._reader.load(piece, self._blobs)
+                with self._turns.fetching:
+                    data = self._reader.load(piece, self._blobs)
             self._left[number] -= 1
             if self._left[number] > 0:
                 self._kept[number] = data
-            with self._turns.decoding:
+            with self._turns.unpacking:
                 yield from self._reader.decode(piece, data)
 
 

@@ -23,12 +23,14 @@ from fanout.view.scans import Held, Scans
 
 __all__ = ["Ahead", "Done", "Shard", "split"]
 
-#: How many threads build scan files: most of the time they wait for the store.
-_BUILDERS = 12
-#: How many requests are under way or being unpacked. Held by tests/unit/test_grep_parts.py.
-_FETCHING = 10
+#: How many threads build scan files: most of the time they wait for the store, or for a core.
+_BUILDERS = 18
+#: How many requests' worth of stored bytes are in memory, and how many requests are under way: more of them would only
+#: be slower each, and the first could be unpacked later.
+_HELD = 16
+_FETCHING = 6
 #: Scan files of about this much together are built by one thread: about one request's worth of compressed text.
-_GROUP_BYTES = 24 << 20
+_GROUP_BYTES = 12 << 20
 _GROUP_PARTS = 64
 #: A shard has at least this much to search, if there is so much: a process costs about as much as searching it.
 _SHARD_BYTES = 8 << 20
@@ -145,7 +147,7 @@ class Ahead:
         self._scans = scans
         self._unwanted = unwanted
         self._pool = ThreadPoolExecutor(_BUILDERS, "fanout-fetch")
-        self._turns = Turns(_FETCHING, len(os.sched_getaffinity(0)))
+        self._turns = Turns(_HELD, _FETCHING, len(os.sched_getaffinity(0)))
         self._gathered: dict[str, list[Part]] = {}
         self._building: dict[str, Future[Held]] = {}
 

@@ -96,7 +96,8 @@ async def test_damage_ends_a_cold_search_and_is_not_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, group: int
 ) -> None:
     monkeypatch.setattr(grep_plan, "_GROUP_BYTES", group)
-    monkeypatch.setattr(grep_plan, "_FETCHING", 2)
+    monkeypatch.setattr(grep_plan, "_HELD", 2)
+    monkeypatch.setattr(grep_plan, "_FETCHING", 1)
     store = Packs()
     await filled(store, tmp_path / "filling", 400)
     async with connected(store, tmp_path / "cold", tuning=TUNING) as fo:
@@ -122,7 +123,7 @@ def test_a_slice_is_fetched_once_and_forgotten_after_its_last_reading() -> None:
     texts = [b"frame %d " % n * 50 for n in range(6)]
     store, refs, disk = frames_of(texts)
     wants = [refs[:3], refs[2:5], refs[5:]]
-    shared = Shared(disk.reader, wants, {}, Turns(1, 1))
+    shared = Shared(disk.reader, wants, {}, Turns(1, 1, 1))
     got: Counter[bytes] = Counter()
     for want in wants:
         for piece in shared.plan(iter(reversed(want))):
@@ -134,7 +135,7 @@ def test_a_slice_is_fetched_once_and_forgotten_after_its_last_reading() -> None:
 
 def test_a_reading_given_up_lets_others_go_on() -> None:
     store, refs, disk = frames_of([b"frame %d " % n * 50 for n in range(4)])
-    turns = Turns(1, 1)
+    turns = Turns(1, 1, 1)
     for _ in range(3):
         shared = Shared(disk.reader, [refs], {}, turns)
         with closing(shared.fetch(shared.plan(refs)[0], {})) as decoded:
@@ -144,8 +145,7 @@ def test_a_reading_given_up_lets_others_go_on() -> None:
         shared = Shared(disk.reader, [refs], {}, turns)
         with pytest.raises(Corrupt), closing(shared.fetch(shared.plan(refs)[0], {})) as decoded:
             list(decoded)
-    assert turns.fetching.acquire(blocking=False)
-    assert turns.decoding.acquire(blocking=False)
+    assert all(turn.acquire(blocking=False) for turn in (turns.held, turns.fetching, turns.unpacking))
 
 
 def test_a_run_outside_of_its_frame_is_no_scan_file(tmp_path: Path) -> None:
