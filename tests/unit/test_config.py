@@ -32,6 +32,12 @@ def test_an_empty_variable_is_not_set() -> None:
     assert Settings.load({"FANOUT_ENGINE": ""}).engine == "auto"
 
 
+def test_the_index_of_searches_is_on_unless_it_is_turned_off() -> None:
+    assert Settings.load({}).grep_index
+    assert not Settings.load({"FANOUT_GREP_INDEX": "0"}).grep_index
+    assert not Settings.load({"FANOUT_GREP_INDEX": "1"}, grep_index=False).grep_index
+
+
 def test_host_paths_are_separated_like_PATH() -> None:
     assert Settings.load({"FANOUT_HOST_PATHS": "/opt/a:/opt/b"}).host_paths == ("/opt/a", "/opt/b")
     networks = Settings.load({"FANOUT_NETWORK_DENY": "10.0.0.0/8:192.168.0.0/16"}).network_deny
