@@ -97,7 +97,7 @@ def grep(context: click.Context, /, spec: str, words: Sequence[str], as_json: bo
     """Search the files of DISK (below PATH) for lines that match PATTERN, in ripgrep's syntax.
 
     On a terminal matches are shown under the name of their file, in a pipe as file:line:text. Hidden and ignored files
-    are searched, too. Exit code 0: something matches; 1: nothing does.
+    are searched, too. Exit code 0: something matches; 1: nothing does; 65: nothing was found, but not all was searched.
     """
     patterns = tuple(given["patterns"])
     if not patterns:
@@ -122,9 +122,18 @@ def grep(context: click.Context, /, spec: str, words: Sequence[str], as_json: bo
             from fanout.cli.grep_show import tell
 
             tell(found, options)
-        return 0 if found.matches or found.binary_files else 1
+        return _exit_code(found)
 
     return run_async(work)
+
+
+def _exit_code(found: Grep) -> int:
+    """Return 0 for a match, 1 for none; that nothing was found in part of the tree is neither."""
+    from fanout.errors import TABLE
+
+    if found.matches or found.binary_files:
+        return 0
+    return 1 if found.stopped_reason == "completed" else TABLE["limit"].exit
 
 
 async def _search(disk: Disk, pattern: str, paths: Sequence[str], options: dict[str, Any]) -> tuple[Grep, bool]:

@@ -38,6 +38,7 @@ def ws(environ: dict[str, str], place: Path) -> str:
     (tree / "d" / "b.py").write_bytes(b"\xff TODO\r\n")
     (tree / "d" / "bad\x1b[31m").write_bytes(b"TODO \x1b[2J\n")
     (tree / "d" / "{a,*}").write_bytes(b"TODO\n")
+    (tree / "slow").write_bytes(b"b" * 40 + b"!\n")
     (tree / "bin").write_bytes(b"\0TODO")
     for words in (("disk", "create", "ws"), ("put", "ws", str(tree), "/")):
         assert run(environ, *words).returncode == 0
@@ -168,6 +169,8 @@ def test_exit_codes(inside: Grep) -> None:
         (64, ["a", "../a"]),
         (0, ["-q", "TODO"]),
         (1, ["-q", "absent"]),
+        (65, ["-P", "^(b+)+$"]),
+        (0, ["-P", "^(b+)+$|six"]),
         (66, ["a", "/nope"]),
         (0, ["-E", r"\<six\>"]),
     ):
