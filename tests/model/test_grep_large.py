@@ -37,7 +37,7 @@ from tests.support.searches import Asked, made_up
 _LINES = 1_000_000
 _FIRST = 1000
 _EDITS = 300
-_RANDOM = 100
+_RANDOM = 60
 _LONGEST = 1 << 20
 
 
@@ -84,8 +84,7 @@ NARROW: list[dict[str, Any]] = [
     {"exclude": ("**/__pycache__",)}, {"include": ("*.so*",)}, {"concurrency": 1}, {"concurrency": 7},
 ]  # fmt: skip
 NARROWLY = [
-    Asked("homogeneous"), Asked("import"), Asked("foo"), Asked(r"def \w+_cache\("), Asked("^$"), Asked("zzqqyx"),
-    Asked("GLIBC", _CASE), Asked(r"\bfoo\b(?= )", _PCRE2),
+    Asked("homogeneous"), Asked("import"), Asked(r"def \w+_cache\("), Asked("GLIBC", _CASE),
 ]  # fmt: skip
 
 #: What real trees have too little of.
@@ -134,20 +133,23 @@ class Tree:
         self.top = top
         self._held: dict[bytes, bool] = {}
         self._expected: dict[str, Expected] = {}
+        self._counted: list[Asked] = []
 
     def changed(self) -> None:
         self._held.clear()
         self._expected.clear()
 
     def check(self, disk: Any, asked: Asked, *, lines: bool = True) -> None:
-        """Compare all that a search can bring: counts, names, every line, the first lines."""
+        """Compare all that a search can bring: counts (of millions of lines once), names, every line, the first."""
         wanted = self._wanted(asked, lines=lines)
         given = {"max_results": _LINES, "max_duration_s": 3600, "max_line_bytes": _LONGEST, **asked.options}
-        found = disk.grep(asked.pattern, output="count", **given)
-        assert found.stopped_reason == "completed", (asked, found.problems)
-        differ([(os.fsencode(match.file), match.count) for match in found.matches], wanted.counts, asked)
-        assert [os.fsencode(name) for name in found.binary_files] == wanted.binary[:100], asked
-        assert found.binary_count == len(wanted.binary), asked
+        if wanted.total <= _LINES or asked not in self._counted:
+            self._counted.append(asked)
+            found = disk.grep(asked.pattern, output="count", **given)
+            assert found.stopped_reason == "completed", (asked, found.problems)
+            differ([(os.fsencode(match.file), match.count) for match in found.matches], wanted.counts, asked)
+            assert [os.fsencode(name) for name in found.binary_files] == wanted.binary[:100], asked
+            assert found.binary_count == len(wanted.binary), asked
         if not lines:
             return
         names = disk.grep(asked.pattern, output="files", **given)
@@ -190,6 +192,15 @@ def digest(lines: Iterable[Line]) -> bytes:
     for path, line, text in lines:
         of_all.update(b"%d %d %d " % (len(path), line, len(text)) + path + text)
     return of_all.digest()
+
+
+def check_made_up(tree: Tree, disk: Any, asked: Asked) -> None:
+    """Compare what a pattern finds that may be none: then both refuse it."""
+    try:
+        tree.check(disk, asked, lines=False)
+    except Refused:
+        with pytest.raises(Invalid):
+            disk.grep(asked.pattern, **asked.options)
 
 
 def row(match: Any) -> Line:
@@ -293,7 +304,7 @@ def test_a_large_tree(tmp_path: Path) -> None:
         say("warm, with the index", disk, len(SEARCHES) + len(NARROWLY) * len(NARROW), started)
         started = time.monotonic()
         for asked in made_up(tree.top, random.Random(seed), _RANDOM):
-            tree.check(disk, asked, lines=False)
+            check_made_up(tree, disk, asked)
         say("patterns made of lines", disk, _RANDOM, started)
         before = disk.checkpoint("before")
         branch = disk.branch("try", checkpoint=before.name)
@@ -301,9 +312,9 @@ def test_a_large_tree(tmp_path: Path) -> None:
         started = time.monotonic()
         for asked in SEARCHES:
             tree.check(branch, asked)
-        for asked, options in itertools.product(NARROWLY, NARROW):
+        for asked, options in itertools.product(NARROWLY[2:], NARROW):
             tree.check(branch, asked.with_options(options), lines=False)
-        say(f"a branch, after {_EDITS} edits", branch, len(SEARCHES) + len(NARROWLY) * len(NARROW), started)
+        say(f"a branch, after {_EDITS} edits", branch, len(SEARCHES) + 2 * len(NARROW), started)
         fold(branch)
         index(branch)
         started = time.monotonic()
@@ -311,7 +322,7 @@ def test_a_large_tree(tmp_path: Path) -> None:
             tree.check(branch, asked, lines=False)
         say("the same, folded", branch, len(SEARCHES), started)
     started = time.monotonic()
-    cold = [asked.with_options(options) for asked in NARROWLY[1:4] for options in NARROW[:8]]
+    cold = [asked.with_options(options) for asked in NARROWLY[1:3] for options in NARROW[:6]]
     for number, asked in enumerate([*cold, *SEARCHES[:3]]):
         with connected(tmp_path / "store", tmp_path / f"cold{number}") as fo:
             tree.check(fo.disks.get("ws@try"), asked, lines=False)
@@ -325,9 +336,9 @@ def test_a_large_tree(tmp_path: Path) -> None:
         gathered = fo.disks.get("ws")
         gathered.download("/", copy.top)
         started = time.monotonic()
-        for asked in SEARCHES:
+        for asked in cold + SEARCHES[::4]:
             copy.check(gathered, asked, lines=False)
-        say("the branch it came from, beside its download", gathered, len(SEARCHES), started)
+        say("the branch it came from, beside its download", gathered, len(cold + SEARCHES[::4]), started)
 
 
 def searched_while_edited(tree: Tree, disk: Any, chance: random.Random) -> None:
@@ -405,8 +416,4 @@ def test_patterns_made_of_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
             words.write_words(str(data.parent), data.parent.parent.name.endswith("binary"))
         assert sum(shard.skipped for shard in disk.grep("zzqqyx").shards) > 50
         for asked in made_up(tree.top, chance, number):
-            try:
-                tree.check(disk, asked, lines=False)
-            except Refused:
-                with pytest.raises(Invalid):
-                    disk.grep(asked.pattern, **asked.options)
+            check_made_up(tree, disk, asked)
