@@ -206,7 +206,8 @@ class _Search:
                 each.release()
         self._searcher.indexer.want(self._unindexed)
         if self._searcher.publisher is not None:
-            self._searcher.publisher.want(self._disk.index, state.snap.pages, state.snap.bytes)
+            snap, newest = state.snap, point.seq is None
+            self._searcher.publisher.want(self._disk.index, snap.pages, snap.bytes, newest=newest)
         return self._result(shards)
 
     def _tell(self) -> Tell | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from fanout.disk.index import IndexObject, WordIndex
 from fanout.errors import Corrupt, FanoutError, NotFound
@@ -34,6 +35,12 @@ _CLOSE_S = 1.0
 Place = tuple[bytes, int]
 
 
+class _Job(NamedTuple):
+    of: WordIndex
+    pages: tuple[PageRef, ...]
+    newest: bool
+
+
 class Publisher:
     """One thread at a time, and only while there is something to do. `settle` waits for the words on this host."""
 
@@ -43,19 +50,22 @@ class Publisher:
         self._settle = settle
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
-        self._jobs: dict[str, tuple[WordIndex, tuple[PageRef, ...]]] = {}
+        self._jobs: dict[str, _Job] = {}
         #: When a disk is to be looked at next.
         self._next_s: dict[str, float] = {}
         self._closed = False
 
-    def want(self, index: WordIndex, pages: Sequence[PageRef], size: int) -> None:
-        """Have the words of a tree's pages published, as far as this host has them; `size` is about its bytes."""
+    def want(self, index: WordIndex, pages: Sequence[PageRef], size: int, *, newest: bool) -> None:
+        """Have the words of a tree's pages published, as far as this host has them; `size` is about its bytes.
+
+        `newest` says that it is that of a branch now: what others hold of the disk may be measured by it.
+        """
         now_s = self._runtime.monotonic()
         with self._lock:
             if self._closed or size < LEAST_BYTES or now_s < self._next_s.get(index.disk_id, now_s):
                 return
             self._next_s[index.disk_id] = now_s + _PAUSE_S
-            self._jobs[index.disk_id] = index, tuple(pages)
+            self._jobs[index.disk_id] = _Job(index, tuple(pages), newest)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="fanout-publish", daemon=True)
                 self._thread.start()
@@ -85,15 +95,15 @@ class Publisher:
                 if self._closed or not self._jobs:
                     self._thread = None
                     return
-                disk_id, (index, pages) = self._jobs.popitem()
+                disk_id, job = self._jobs.popitem()
             try:
-                pause_s = self._publish(index, pages)
+                pause_s = self._publish(*job)
             except (FanoutError, OSError):
                 pause_s = float("inf")
             with self._lock:
                 self._next_s[disk_id] = self._runtime.monotonic() + pause_s
 
-    def _publish(self, index: WordIndex, pages: Sequence[PageRef]) -> float:
+    def _publish(self, index: WordIndex, pages: Sequence[PageRef], newest: bool) -> float:
         """Publish what is worth it; returns when to look at the disk again, in seconds from now."""
         own = OwnWords(self._scans, index.disk_id)
         tree = [(page.hash, kind) for page in pages for kind in (TEXT, BINARY)]
@@ -107,7 +117,7 @@ class Publisher:
         new = [place for place in mine if place not in published]
         if sum(mine[place] for place in new) < LEAST_BYTES:
             return _PAUSE_S
-        replaced = _to_replace(objects, set(tree))
+        replaced = _to_replace(objects, set(tree)) if newest else []
         for data in _cut(self._words(own, index, new, set(tree), replaced)):
             if self._closed:
                 return _PAUSE_S

@@ -288,6 +288,10 @@ async def test_what_is_new_is_published_too_and_gathered_in_the_end(
         assert "pack" not in recorded.asked, "pages that rest on others' scan files are published, too"
     assert max(counts) == 3
     assert sorted(counts) != counts, "some were replaced"
+    before = index_keys(store)
+    old = LocalDisk(disk.core, disk.core.point(33), "", disk._searcher)
+    await search_and_publish(old)
+    assert set(before) <= set(index_keys(store)), "an old commit is no measure of what is of use"
     assert disk.core.check().problems == []
 
 

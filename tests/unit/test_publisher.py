@@ -85,7 +85,7 @@ def watched(tmp_path: Path) -> Iterator[tuple[Watched, Clock]]:
 def want(one: Watched, size: int = 1 << 30) -> int:
     index = new_disk(MemoryStore()).index
     index.disk_id = "dsk-1"
-    one.want(index, [PageRef(b"", b"a" * 32, 1, 1)], size)
+    one.want(index, [PageRef(b"", b"a" * 32, 1, 1)], size, newest=True)
     one.settle()
     return one.looks
 
