@@ -14,6 +14,7 @@ import pytest
 
 import fanout
 from fanout.errors import Conflict
+from tests.support.guests import with_image
 from tests.support.serving import Running
 
 #: The very same script for every store: what differs are its arguments.
@@ -21,7 +22,7 @@ SCRIPT = """
 import asyncio, json, sys
 import fanout
 
-async def main(where):
+async def main(count, where):
     async with fanout.connect(**where) as fo:
         disk = await fo.disks.create("express")
         await disk.put_object("express/package.json", b"{}")
@@ -29,15 +30,15 @@ async def main(where):
         runs = await asyncio.gather(*[
             fo.exec(f"mkdir -p ../results && echo {i} > ../results/{i}.txt; ls; echo $?", cwd="/mnt/work/express",
                     disks={"work": disk.mount(conditional=True)})
-            for i in range(50)
+            for i in range(count)
         ])
         keys = [o.key async for o in disk.list_objects("results/")]
-        data = [await disk.get_object(f"results/{i}.txt") for i in range(50)]
+        data = [await disk.get_object(f"results/{i}.txt") for i in range(count)]
         print(json.dumps({
             "outputs": sorted({r.stdout for r in runs}),
             "conflicts": sum(r.conflict is not None for r in runs),
             "files": len(keys),
-            "right": data == [f"{i}\\n".encode() for i in range(50)],
+            "right": data == [f"{i}\\n".encode() for i in range(count)],
             "entries": len({r.commits["work"].seq for r in runs}),
             "log": len({c.seq async for c in disk.log(after=1)}),
             "commits": len([c async for c in disk.log(after=1)]),
@@ -45,26 +46,27 @@ async def main(where):
             "queue": all(r.timing.queue_ms > 0 for r in runs),
         }))
 
-asyncio.run(main(json.loads(sys.argv[1])))
+asyncio.run(main(int(sys.argv[1]), json.loads(sys.argv[2])))
 """
 
 
-def run_script(**where: str) -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(where)], capture_output=True, text=True)
+def run_script(count: int = 50, at_most: int = 5, **where: str) -> None:
+    words = [sys.executable, "-c", SCRIPT, str(count), json.dumps(where)]
+    done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     entries = result.pop("entries")
     assert result == {
         "outputs": ["package.json\n0\n"],
         "conflicts": 0,
-        "files": 50,
+        "files": count,
         "right": True,
         "log": entries,
-        "commits": 50,
-        "diff": 50,
+        "commits": count,
+        "diff": count,
         "queue": True,
     }
-    assert entries <= 5, f"50 execs that ran together took {entries} entries of the log"
+    assert entries <= at_most, f"{count} execs that ran together took {entries} entries of the log"
 
 
 def test_fifty_on_a_local_store(tmp_path: Path) -> None:
@@ -73,6 +75,12 @@ def test_fifty_on_a_local_store(tmp_path: Path) -> None:
 
 def test_fifty_in_memory(tmp_path: Path) -> None:
     run_script(store="memory://", cache_dir=f"{tmp_path}/cache")
+
+
+def test_eight_in_vms(tmp_path: Path) -> None:
+    """They end one after the other, as the cores get to them, and commit as they end."""
+    cache = with_image(tmp_path / "cache")
+    run_script(8, 8, store="memory://", cache_dir=str(cache), engine="qemu")
 
 
 def test_fifty_on_a_server(remote_server: Running) -> None:
@@ -92,15 +100,17 @@ def test_fifty_on_a_real_s3_server(
     run_script(store=f"s3://{s3_bucket}/{uuid.uuid4().hex}", cache_dir=f"{tmp_path}/cache")
 
 
-@pytest.mark.parametrize("far", [False, True], ids=["embedded", "remote"])
+@pytest.mark.parametrize("place", ["embedded", "qemu", "remote"])
 def test_three_fixes_side_by_side_and_the_winner_merged(
-    far: bool, request: pytest.FixtureRequest, tmp_path: Path
+    place: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """The other half of the job: branches, a winner, and the losers gone from sight but not lost."""
     where = {"store": "memory://", "cache_dir": str(tmp_path)}
-    if far:
+    if place == "remote":
         server: Running = request.getfixturevalue("remote_server")
         where = {"url": server.url, "api_key": server.token}
+    elif place == "qemu":
+        where = {**where, "cache_dir": str(with_image(tmp_path / "cache")), "engine": "qemu"}
 
     async def work() -> None:
         async with fanout.connect(**where) as fo:

@@ -26,7 +26,7 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="module", params=["memory", "remote", pytest.param("s3", marks=pytest.mark.s3)])
+@pytest.fixture(scope="module", params=["memory", "remote", "qemu", pytest.param("s3", marks=pytest.mark.s3)])
 async def fo(
     request: pytest.FixtureRequest, anyio_backend: str, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Fanout]:
@@ -35,14 +35,15 @@ async def fo(
         async with remote(request.getfixturevalue("remote_server")) as fo:
             yield fo
         return
-    if request.param == "memory":
+    engine = "qemu" if request.param == "qemu" else "bubblewrap"
+    if request.param != "s3":
         store: Any = MemoryStore()
     else:
         from fanout.store.s3 import S3Store
 
         endpoint, bucket = request.getfixturevalue("s3_endpoint"), request.getfixturevalue("s3_bucket")
         store = S3Store(bucket, f"t/{uuid.uuid4().hex}", endpoint=endpoint)
-    async with connected(store, top / "cache") as fo:
+    async with connected(store, top / "cache", engine=engine) as fo:
         yield fo
     store.close()
 
@@ -296,7 +297,7 @@ async def test_a_checkout_keeps_others_out_and_is_gone_with_its_exec(fo: Fanout,
     async with anyio.create_task_group() as group:
         holder = disk.mount(checkout=["src/"])
         group.start_soon(lambda: fo.exec("echo x > src/f; sleep 300", disks={"w": holder}, env={word: "1"}))
-        await until(lambda: alive(word))
+        await until(lambda: alive(word, fo))
         assert [lock.paths for lock in await disk.locks()] == [("/src",)]
         with pytest.raises(Busy, match="queue_ms"):
             await fo.exec("true", disks={"w": disk.mount(checkout=["src/f"], queue_ms=50)})
@@ -307,7 +308,7 @@ async def test_a_checkout_keeps_others_out_and_is_gone_with_its_exec(fo: Fanout,
         assert beside.conflict is None
         group.cancel_scope.cancel()
     assert await disk.locks() == []
-    assert not alive(word)
+    assert not alive(word, fo)
     assert await disk.get_object("src/f") == b""
     run = await fo.exec("echo z > src/f", disks={"w": disk.mount(checkout=["src"], queue_ms=1000)})
     assert run.commits["w"].seq is not None
@@ -337,10 +338,10 @@ async def test_output_comes_while_the_command_runs(fo: Fanout) -> None:
     seen = False
     async for event in fo.stream("echo one; sleep 300", env={marker: "1"}, timeout_s=120):
         if isinstance(event, Output):
-            seen = event.text == "one\n" and bool(alive(marker))
+            seen = event.text == "one\n" and bool(alive(marker, fo))
             break
     assert seen
-    await until(lambda: not alive(marker))  # left by `break`: the command is killed
+    await until(lambda: not alive(marker, fo))  # left by `break`: the command is killed
 
 
 async def test_a_slow_reader_does_not_outlast_the_timeout(fo: Fanout) -> None:
@@ -348,8 +349,8 @@ async def test_a_slow_reader_does_not_outlast_the_timeout(fo: Fanout) -> None:
     marker = f"SLOW_{uuid.uuid4().hex}"
     events = fo.stream("yes", env={marker: "1"}, timeout_s=0.5)
     assert isinstance(await anext(events), Started)
-    await until(lambda: alive(marker))
-    await until(lambda: not alive(marker))  # and we have read nothing
+    await until(lambda: alive(marker, fo))
+    await until(lambda: not alive(marker, fo))  # and we have read nothing
     last = None
     async for event in events:
         last = event
@@ -405,7 +406,7 @@ async def test_an_error_in_map_cancels_the_others(fo: Fanout) -> None:
 
     with pytest.raises(RuntimeError, match="stop"):
         await fo.map("[ {} = 0 ] || sleep 300", range(4), env={marker: "1"}, progress=progress)
-    assert not alive(marker)
+    assert not alive(marker, fo)
 
 
 async def test_idempotency_key(fo: Fanout, disk: Disk) -> None:

@@ -13,10 +13,12 @@ import anyio.to_thread
 from fanout.api import Disk, Fanout
 from fanout.client import RemoteFanout
 from fanout.config import Settings
+from fanout.engine.qemu.engine import QemuEngine
 from fanout.local import LocalFanout
 from fanout.runtime import Runtime, system
 from fanout.store.base import Store
 from tests.support.disks import new_disk
+from tests.support.guests import with_image
 from tests.support.serving import Running
 
 
@@ -27,8 +29,12 @@ async def connected(
     """Open an embedded connection on a store and a cache directory of its own.
 
     On namespaces unless told otherwise: whether VMs run here is found out by booting one, once a cache directory.
+    With `engine` "qemu" guests are small, and their image that of all tests; where there is none the test is skipped.
     """
     given = {"engine": "bubblewrap", **settings}
+    if given["engine"] == "qemu":
+        with_image(cache_dir)
+        given.setdefault("qemu_memory_mib", 256)
     loaded = Settings.load({}, store="memory://", cache_dir=cache_dir, author="tester", **given)
     async with LocalFanout(loaded, store=store, runtime=runtime) as fo:
         yield fo
@@ -42,8 +48,20 @@ async def remote(server: Running, **settings: object) -> AsyncIterator[Fanout]:
         yield fo
 
 
-def alive(marker: str) -> list[int]:
-    """Return the processes of this host with `marker` in their environment or among their arguments."""
+def in_vms(fo: Fanout) -> bool:
+    """Say whether it runs commands in VMs of this host, whose processors are emulated."""
+    return isinstance(fo, LocalFanout) and fo.settings.engine == "qemu"
+
+
+def alive(marker: str, fo: Fanout | None = None) -> list[int]:
+    """Return the processes of this host with `marker` in their environment or among their arguments.
+
+    Where `fo` runs its commands in VMs nobody sees those from here: the processes of its VMs that have a command,
+    whichever; there are two of each, as there are of a command in a sandbox.
+    """
+    engine = getattr(fo, "_engine", None)
+    if isinstance(engine, QemuEngine):
+        return [pid for vm in engine.vms() if vm.is_taken for pid in vm.pids()]
     found = []
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:

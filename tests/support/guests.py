@@ -63,8 +63,9 @@ def image_or_skip() -> Image:
 def with_image(cache: Path) -> Path:
     """Let a cache directory have the image that all tests share."""
     image_or_skip()
-    cache.mkdir()
-    (cache / "qemu").symlink_to(qemu_cache() / "qemu")
+    cache.mkdir(exist_ok=True)
+    if not (cache / "qemu").exists():
+        (cache / "qemu").symlink_to(qemu_cache() / "qemu")
     return cache
 
 
