@@ -59,6 +59,8 @@ def test_every_command(far: Cli, server: Running, disk_name: str, tmp_path: Path
     assert "kept" in far("gc", ws, "-n")
     assert "no damage" in far("fsck", ws)
     assert far("grep", ws, "alph") == "t/a.txt:1:alpha\n"
+    assert far("grep", ws, "-o", "l.h|ta", "t/a.txt", "t") == "t/a.txt:1:lph\nt/a.txt:2:ta\n" * 2
+    assert far("grep", ws, "alph", "t/a.txt") == "1:alpha\n"
     assert json.loads(far("disk", "info", ws, "--json"))["branches"] == ["main", "side"]
     far("rm", ws, "-r", "t")
     assert "t" not in far("ls", ws).split()
