@@ -3,8 +3,8 @@
 Owns cgroup files, rlimits and accounting. Works on a process that is stopped before its command starts, so that no
 extra process is needed. Knows nothing of sandboxes.
 
-The cgroup v2 path has been run against directory trees only (tests/unit/test_engine_limits.py): the machines this
-was written on have no cgroup v2 with a memory controller.
+The machines this was written on have no cgroup v2 with a memory controller: its files are tested with the kernel of a
+virtual machine (tests/contract/test_qemu_cgroups.py), an engine that uses them on directory trees only.
 """
 
 from __future__ import annotations
