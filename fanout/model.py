@@ -193,8 +193,8 @@ class FsckReport(Value):
 class GcReport(Value):
     """What a garbage collection deleted, or would delete (`dry_run`): numbers of objects, and `freed_bytes` of them.
 
-    `kept_packs` and `kept_bytes` are the packs that stay. `trimmed` says by branch name which commit is the oldest that
-    can still be read without a checkpoint.
+    `indexes` are those of searches. `kept_packs` and `kept_bytes` are the packs that stay. `trimmed` says by branch
+    name which commit is the oldest that can still be read without a checkpoint.
     """
 
     dry_run: bool
@@ -202,6 +202,7 @@ class GcReport(Value):
     pages: int
     snaps: int
     entries: int
+    indexes: int = 0
     probes: int
     freed_bytes: int
     kept_packs: int

@@ -87,6 +87,7 @@ def _collected(report: GcReport) -> Iterator[str]:
         count(report.snaps, "snap"),
         count(report.entries, "log entry", "log entries"),
     ]
+    what += [count(report.indexes, "search index", "search indexes")] if report.indexes else []
     what += [count(report.probes, "probe leftover")] if report.probes else []
     verb = "would delete" if report.dry_run else "deleted"
     yield f"{verb} {', '.join(what)}: {size(report.freed_bytes)}"

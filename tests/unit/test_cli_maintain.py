@@ -56,6 +56,19 @@ def packs(environ: dict[str, str]) -> list[Path]:
 
 
 @pytest.mark.usefixtures("ws")
+def test_an_index_that_is_of_no_use_is_named_and_collected(run: Cli, environ: dict[str, str]) -> None:
+    (disk,) = (Path(environ["FANOUT_STORE"][7:]) / "disks").iterdir()
+    index = disk / "index" / ("a" * 32)
+    index.parent.mkdir()
+    index.write_bytes(b"not an index")
+    assert f"index/{'a' * 32}: not an index object" in run("fsck", "ws", code=76).stdout
+    assert "1 search index: 12 B" in run("gc", "ws", "--grace", "0").stdout
+    assert not index.exists()
+    assert json.loads(run("gc", "ws", "--json").stdout)["indexes"] == 0
+    run("fsck", "ws")
+
+
+@pytest.mark.usefixtures("ws")
 def test_gc_trims_history_and_says_so(run: Cli, environ: dict[str, str]) -> None:
     assert "deleted 0 packs, 0 pages, 0 snaps, 0 log entries: 0 B" in run("gc", "ws").stdout
     Path(environ["FANOUT_STORE"][7:], "disks", "leftover").touch()
