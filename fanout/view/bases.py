@@ -99,21 +99,25 @@ class Bases:
 
 
 def rest(files: Files, candidates: Mapping[str, Scan]) -> Rested | None:
-    """Find a page's files in scan files of others. None where writing one for it is the better choice.
+    """Find a page's files in scan files of others; None where these have none of them.
 
-    `Rested.copies` says where the bytes are in any case: with `missing` being everything, they are to be copied.
+    Where writing one for it is the better choice, `missing` is everything, and `copies` says where bytes of it are.
     """
     places: dict[int, tuple[str, int]] = {}
+    following = dict.fromkeys(candidates, 0)
     for at, (path, node) in enumerate(files):
-        content = content_hash(node)
+        content = node.digest or content_hash(node)
         for identity, scan in candidates.items():
-            number = scan.find(path)
-            if number is not None and scan.hash_of(number) == content:
+            likely = following[identity]  # mostly, both have the same files
+            number = likely if likely < scan.files and scan.path(likely) == path else scan.find(path)
+            if number is None:
+                continue
+            following[identity] = number + 1
+            if scan.hash_of(number) == content:
                 places[at] = identity, number
                 break
     if not places:
         return None
-    copies = {at: Copy(candidates[identity], number) for at, (identity, number) in places.items()}
     total = sum(node.size + 1 for _, node in files)
     missing = [item for at, item in enumerate(files) if at not in places]
     live: dict[str, set[int]] = {}
@@ -122,5 +126,6 @@ def rest(files: Files, candidates: Mapping[str, Scan]) -> Rested | None:
     patched = sum(node.size + 1 for _, node in missing)
     carried = sum(candidates[identity].size for identity in live)
     if patched > _PATCHED_SHARE * total or total - patched < (1 - _DEAD_SHARE) * carried:
+        copies = {at: Copy(candidates[identity], number) for at, (identity, number) in places.items()}
         return Rested({}, files, copies)
-    return Rested({identity: frozenset(numbers) for identity, numbers in live.items()}, missing, copies)
+    return Rested({identity: frozenset(numbers) for identity, numbers in live.items()}, missing)

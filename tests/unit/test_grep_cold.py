@@ -19,7 +19,8 @@ from fanout.format.tree import FILE, Node, Ref
 from fanout.local_disk import LocalDisk
 from fanout.run import grep_plan
 from fanout.store.memory import MemoryStore
-from fanout.view.scan import open_scan
+from fanout.view.bases import rest
+from fanout.view.scan import Scan, open_scan
 from fanout.view.scan_write import Layout, write_scan
 from tests.support.connections import connected
 from tests.support.disks import new_disk
@@ -170,3 +171,24 @@ def test_a_run_outside_of_its_frame_is_no_scan_file(tmp_path: Path) -> None:
     os.close(fd)
     assert (tmp_path / "data").read_bytes() == b"two\n"
     assert open_scan(str(tmp_path)).hash_of(0)
+
+
+def test_a_page_is_compared_with_an_earlier_one_without_searching_for_each_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, refs, disk = frames_of([b"%d " % n * 9 for n in range(60)])
+    nodes = [(b"f%02d" % n, Node(FILE, 0o644, 1, ref.raw, (ref,))) for n, ref in enumerate(refs)]
+    fd = os.open(tmp_path, os.O_RDONLY)
+    write_scan(fd, Layout(nodes[:50]), disk.reader, {})
+    os.close(fd)
+    scan = open_scan(str(tmp_path))
+    looked: list[bytes] = []
+    find = Scan.find
+    monkeypatch.setattr(Scan, "find", lambda self, path: looked.append(path) or find(self, path))  # type: ignore[func-returns-value]
+    changed = (b"f10", Node(FILE, 0o644, 1, refs[55].raw, (refs[55],)))
+    now = [*nodes[:10], changed, *nodes[11:30], *nodes[31:50], nodes[50]]
+    rested = rest(now, {"a": scan})
+    assert rested is not None
+    assert rested.live == {"a": frozenset(range(50)) - {10, 30}}
+    assert rested.missing == [changed, nodes[50]]
+    assert looked == [b"f31", b"f50"]
