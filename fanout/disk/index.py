@@ -10,9 +10,10 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from fanout.errors import Corrupt, NotFound
+from fanout.errors import Corrupt, FanoutError, NotFound, Unavailable, Unknown
 from fanout.format import layout
 from fanout.format.index import BINARY, Words, decode_footer, decode_words, footer_bytes
 from fanout.runtime import Runtime
@@ -97,14 +98,18 @@ class WordIndex:
 
     def publish(self, data: bytes) -> bool:
         """Store a new object; False, and nothing is left of it, where the disk was deleted meanwhile."""
-        identity = self._runtime.hex_id(32)
-        key = layout.index_key(self.disk_id, identity)
-        self._store.put(key, data)
-        # A deletion lists these once more after it removed the record: one of the two sees the other.
-        if self._store.head(layout.disk_key(self.disk_id)) is not None:
-            return True
-        self._store.delete([key])
-        return False
+        key = layout.index_key(self.disk_id, self._runtime.hex_id(32))
+        try:
+            self._store.put(key, data)
+            # A deletion lists these once more after it removed the record: one of the two sees the other.
+            there = self._store.head(layout.disk_key(self.disk_id)) is not None
+        except (Unavailable, Unknown):  # it may be there, on a disk that may be gone
+            with suppress(FanoutError):
+                self._store.delete([key])
+            raise
+        if not there:
+            self._store.delete([key])
+        return there
 
     def remove(self, objects: Sequence[IndexObject]) -> None:
         """Delete objects."""

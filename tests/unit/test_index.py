@@ -13,11 +13,11 @@ import pytest
 from fanout.disk.catalogue import Catalogue
 from fanout.disk.disk import Disk
 from fanout.disk.index import IndexObject, WordIndex
-from fanout.errors import Corrupt, NotFound
+from fanout.errors import Corrupt, Denied, NotFound, Unavailable, Unknown
 from fanout.format import layout
 from fanout.format.contexts import compressed, decompressed
 from fanout.format.index import BINARY, RULES, TEXT, IndexBuilder, Words, compress_words, decode_footer, decode_words
-from fanout.store.base import Store
+from fanout.store.base import ObjectMeta, Store
 from fanout.store.memory import MemoryStore
 from fanout.store.wrap import Metered, Wrapper
 from tests.support.disks import TINY, cold, hasty, new_disk, put, put_many
@@ -319,3 +319,25 @@ def test_a_collection_that_meets_a_vanishing_index() -> None:
     disk.index.publish(built(WORDS))
     objects = disk.index.objects()
     assert Disk(Vanishing(inner), disk.record, hasty(), TINY).check().problems == []
+
+
+@pytest.mark.parametrize("verb", ["put", "head"])
+@pytest.mark.parametrize("error", [Unavailable("away"), Unknown("perhaps"), Denied("no")])
+def test_an_index_that_may_be_stored_is_taken_back(verb: str, error: Exception) -> None:
+    inner = MemoryStore()
+    disk = new_disk(inner)
+
+    class Ambiguous(Wrapper):
+        def put(self, key: str, data: bytes) -> None:
+            if verb == "head" or isinstance(error, Unknown):
+                super().put(key, data)
+            if verb == "put":
+                raise error
+
+        def head(self, key: str) -> ObjectMeta | None:
+            raise error
+
+    with pytest.raises(type(error)):
+        WordIndex(Ambiguous(inner), disk.id, hasty()).publish(built(WORDS))
+    kept = verb == "head" and isinstance(error, Denied)
+    assert len(index_keys(inner)) == kept, "a refusal says nothing about the disk"
