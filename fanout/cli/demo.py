@@ -187,7 +187,7 @@ async def _run(fo: Fanout, disk: Disk, plan: _Plan, board: Board, timeout_s: flo
     from fanout.cli.render import count
     from fanout.runtime import system
 
-    await _fill(fo, disk, plan)
+    await _fill(fo, disk, plan, timeout_s)
     start = await disk.checkpoint("start")
     commands = plan.commands()
 
@@ -213,7 +213,7 @@ async def _run(fo: Fanout, disk: Disk, plan: _Plan, board: Board, timeout_s: flo
     return _Outcome(plan, disk.name, results, wall_s, serial_s, len(set(landed)), len(landed), read_ms)
 
 
-async def _fill(fo: Fanout, disk: Disk, plan: _Plan) -> None:
+async def _fill(fo: Fanout, disk: Disk, plan: _Plan, timeout_s: float) -> None:
     """Put the project, its dependencies and an empty results/ on the disk."""
     from fanout.cli.render import count
 
@@ -222,7 +222,7 @@ async def _fill(fo: Fanout, disk: Disk, plan: _Plan) -> None:
     if plan.dependencies is not None:
         uploaded += len((await disk.upload(plan.dependencies, "/deps")).changes)
         # Once here instead of in every exec.
-        compiled = await fo.exec("python3 -m compileall -q deps; true", disks={"work": disk}, timeout_s=120.0)
+        compiled = await fo.exec("python3 -m compileall -q deps; true", disks={"work": disk}, timeout_s=timeout_s)
         compiled.raise_for_status()
     _say(f"{plan.title}: {count(uploaded, 'path')} on disk {disk.name}")
 
