@@ -184,6 +184,12 @@ def test_a_guest_that_hands_over_what_it_has_when_its_time_is_up(machine_of: Cal
     assert (exit.status, exit.exit_code, said) == ("timed_out", None, [("stdout", b"last")])
 
 
+def test_without_kvm_a_guest_has_longer_to_hand_it_over(machine_of: Callable[[str], Machine]) -> None:
+    kill = "port.recv(8); time.sleep(1.2); send(STDOUT, b'last'); ended(0, 0, killed=1); time.sleep(60)"
+    _, said = run(machine_of(f"ready(); asked(); send(STARTED); {kill}"), timeout_s=0.2, grace_s=1)
+    assert said == [("stdout", b"last")]
+
+
 def test_a_sink_that_raises_kills_the_guest(machine_of: Callable[[str], Machine]) -> None:
     machine = machine_of("ready(); asked(); send(STARTED); send(STDOUT, b'x'); time.sleep(60)")
     machine.start()

@@ -39,6 +39,9 @@ SHOWN_BYTES = 600
 BUILD_S = 60.0
 SEND_S = 30.0
 
+#: How many times the grace a guest without KVM has to hand over its output: where many compute it waits for its turn.
+EMULATED_PATIENCE = 5
+
 #: How long a killed QEMU may take to be gone.
 DEATH_S = 60.0
 
@@ -304,13 +307,15 @@ class Machine:
     def wait(self, sink: Sink, *, timeout_s: float | None = None, grace_s: float = 2.0) -> Exit:
         """Feed stdin, deliver output, and return how the command ended; the VM is dead then, whatever happened.
 
-        `timeout_s` counts from the command's start; the guest has `grace_s` after it to hand over the output that
-        it holds. `Invalid` for a cwd that is none; `EngineUnavailable` for a guest that refused, panicked, or broke the
-        protocol. QEMU killed from outside or by `kill` is status "killed".
+        `timeout_s` counts from the command's start; the guest has `grace_s` after it, five times that without KVM,
+        to hand over the output that it holds. `Invalid` for a cwd that is none; `EngineUnavailable` for a guest that
+        refused, panicked, or broke the protocol. QEMU killed from outside or by `kill` is status "killed".
         """
         talk = self._talk
         if talk is None:
             raise RuntimeError("send was not called")
+        if self._guest.acceleration == "tcg":
+            grace_s *= EMULATED_PATIENCE
         try:
             while talk.end is None:
                 for frame in self._turn(self._patience_s(talk, timeout_s, grace_s)):

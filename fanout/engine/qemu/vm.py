@@ -32,9 +32,6 @@ __all__ = ["VM", "Host"]
 #: How long a boot may take. On a busy host without KVM it is ten times what it is on a quiet one.
 BOOT_S = 60.0
 
-#: How many times the grace a guest without KVM has to hand over its output: where many compute it waits for its turn.
-EMULATED_PATIENCE = 5
-
 
 @dataclass(frozen=True, slots=True)
 class Host:
@@ -186,8 +183,6 @@ class VM:
     def wait(self, sink: Sink, *, timeout_s: float | None, grace_s: float) -> Exit:
         """See `Machine.wait`; then virtiofsd is gone, too, and with it every mount."""
         assert self._machine is not None
-        if self.guest.acceleration == "tcg":
-            grace_s *= EMULATED_PATIENCE
         try:
             return self._machine.wait(sink, timeout_s=timeout_s, grace_s=grace_s)
         finally:
