@@ -27,6 +27,8 @@ _END_BYTES = 64 << 10
 _GAP_BYTES = 64 << 10
 _SLICE_BYTES = 4 << 20
 _PARALLEL = 4
+#: So many objects of a disk are looked at, the largest. Others come of hosts that publish at once, and will be removed.
+_MOST = 64
 #: How many objects' footers are remembered.
 _KNOWN = 256
 
@@ -67,13 +69,14 @@ class WordIndex:
 
     def objects(self) -> list[IndexObject]:
         """Return the objects that are there, the largest first: one listing, and one get for each that is new."""
-        metas = [meta for meta in self._store.list(layout.index_prefix(self.disk_id)) if layout.is_index_key(meta.key)]
+        listed = self._store.list(layout.index_prefix(self.disk_id))
+        metas = sorted((meta for meta in listed if layout.is_index_key(meta.key)), key=_rank)[:_MOST]
         if len(metas) < 2:
             found = [self._open(meta) for meta in metas]
         else:
             with ThreadPoolExecutor(_PARALLEL, "fanout-index") as pool:
                 found = list(pool.map(self._open, metas))
-        return sorted((each for each in found if each.frames), key=lambda each: -each.size)
+        return [each for each in found if each.frames]
 
     def plan(self, of: IndexObject, frames: Iterable[Words]) -> list[IndexSlice]:
         """Group frames of an object into ranged reads."""
@@ -133,6 +136,10 @@ class WordIndex:
             while len(self._known) > _KNOWN:
                 self._known.popitem(last=False)
         return found
+
+
+def _rank(meta: ObjectMeta) -> tuple[int, str]:
+    return -meta.size, meta.key
 
 
 def _footer(store: Store, meta: ObjectMeta) -> tuple[Words, ...]:

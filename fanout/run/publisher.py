@@ -30,6 +30,8 @@ _SOME = 4
 #: A disk is looked at again after so long, and after something of it was published.
 _PAUSE_S = 30.0
 _REST_S = 300.0
+#: Hosts that begin together look for what others published not quite together.
+_SPREAD_S = 5.0
 _CLOSE_S = 1.0
 
 Place = tuple[bytes, int]
@@ -53,7 +55,7 @@ class Publisher:
         self._jobs: dict[str, _Job] = {}
         #: When a disk is to be looked at next.
         self._next_s: dict[str, float] = {}
-        self._closed = False
+        self._closed = threading.Event()
 
     def want(self, index: WordIndex, pages: Sequence[PageRef], size: int, *, newest: bool) -> None:
         """Have the words of a tree's pages published, as far as this host has them; `size` is about its bytes.
@@ -62,7 +64,7 @@ class Publisher:
         """
         now_s = self._runtime.monotonic()
         with self._lock:
-            if self._closed or size < LEAST_BYTES or now_s < self._next_s.get(index.disk_id, now_s):
+            if self._closed.is_set() or size < LEAST_BYTES or now_s < self._next_s.get(index.disk_id, now_s):
                 return
             self._next_s[index.disk_id] = now_s + _PAUSE_S
             self._jobs[index.disk_id] = _Job(index, tuple(pages), newest)
@@ -79,7 +81,7 @@ class Publisher:
     def stop(self) -> None:
         """Begin nothing any more."""
         with self._lock:
-            self._closed = True
+            self._closed.set()
 
     def close(self) -> None:
         """End what is under way; a request to the store that takes long is left to its own end."""
@@ -91,8 +93,9 @@ class Publisher:
     def _run(self) -> None:
         while True:
             self._settle()
+            self._closed.wait(self._runtime.uniform(0.0, _SPREAD_S))
             with self._lock:
-                if self._closed or not self._jobs:
+                if self._closed.is_set() or not self._jobs:
                     self._thread = None
                     return
                 disk_id, job = self._jobs.popitem()
@@ -113,17 +116,21 @@ class Publisher:
         if sum(mine.values()) < LEAST_BYTES:
             return _PAUSE_S
         objects = index.objects()
+        if len(objects) >= _MANY:
+            double = _doubles(objects)
+            index.remove(double)
+            objects = [each for each in objects if each not in double]
         published = {place for each in objects for place in each.covers}
         new = [place for place in mine if place not in published]
         if sum(mine[place] for place in new) < LEAST_BYTES:
             return _PAUSE_S
         replaced = _to_replace(objects, set(tree)) if newest else []
         for data in _cut(self._words(own, index, new, set(tree), replaced)):
-            if self._closed:
+            if self._closed.is_set():
                 return _PAUSE_S
             if not index.publish(data):
                 return float("inf")
-        if not self._closed:
+        if not self._closed.is_set():
             index.remove(replaced)
         return _REST_S
 
@@ -134,14 +141,14 @@ class Publisher:
         done: set[Place] = set()
         for place in new:
             found = own.words(*place)
-            if found is not None and not self._closed:
+            if found is not None and not self._closed.is_set():
                 done.add(place)
                 yield found
         for each in replaced:
             wanted = [frame for frame in each.frames if (frame.page, frame.kind) in tree - done]
             done |= {(frame.page, frame.kind) for frame in wanted}
             for piece in index.plan(each, wanted):
-                if self._closed:
+                if self._closed.is_set():
                     return
                 try:
                     yield from index.fetch(piece)
@@ -152,6 +159,17 @@ class Publisher:
 def _tells(place: Place, facts: Facts) -> bool:
     """Whether somebody would ask: a page without binary files says so with its text ones."""
     return place[1] == TEXT or facts.files > 0
+
+
+def _doubles(objects: Sequence[IndexObject]) -> list[IndexObject]:
+    """Return which objects hold nothing that those before them do not; whoever looks finds the same ones."""
+    double: list[IndexObject] = []
+    covered: set[Place] = set()
+    for each in objects:
+        if each.covers <= covered:
+            double.append(each)
+        covered |= each.covers
+    return double
 
 
 def _to_replace(objects: Sequence[IndexObject], tree: set[Place]) -> list[IndexObject]:

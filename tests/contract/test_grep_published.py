@@ -54,6 +54,7 @@ def everything_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "LEAST_BYTES", 1)
     monkeypatch.setattr(publisher, "_PAUSE_S", 0.0)
     monkeypatch.setattr(publisher, "_REST_S", 0.0)
+    monkeypatch.setattr(publisher, "_SPREAD_S", 0.0)
 
 
 class Recorded(Wrapper):
@@ -293,6 +294,14 @@ async def test_what_is_new_is_published_too_and_gathered_in_the_end(
     await search_and_publish(old)
     assert set(before) <= set(index_keys(store)), "an old commit is no measure of what is of use"
     assert disk.core.check().problems == []
+
+
+async def test_what_hosts_published_at_once_is_there_once_in_the_end(disk: LocalDisk, store: Store) -> None:
+    (key,) = index_keys(store)
+    for number in range(9):
+        store.put(layout.index_key(disk.id, f"{number:032}"), store.get(key))
+    await search_and_publish(disk)
+    assert index_keys(store) == [layout.index_key(disk.id, f"{0:032}")]
 
 
 class Refusing(Wrapper):

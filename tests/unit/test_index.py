@@ -267,6 +267,13 @@ def test_a_deleted_disk_leaves_no_index_whenever_it_is_published() -> None:
         assert index_keys(inner) == []
 
 
+def test_only_the_largest_are_looked_at(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fanout.disk.index._MOST", 2)
+    for n in range(1, 5):
+        disk.index.publish(built({(bytes([n, m]) * 16, TEXT): disk.runtime.token_bytes(10) for m in range(n)}))
+    assert [len(each.frames) for each in disk.index.objects()] == [4, 3]
+
+
 def test_what_a_process_knows_is_bounded(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fanout.disk.index._KNOWN", 2)
     for n in range(4):

@@ -12,7 +12,7 @@ from fanout.errors import FanoutError, Unavailable
 from fanout.format.index import TEXT, Words
 from fanout.format.tree import PageRef
 from fanout.run import publisher
-from fanout.run.publisher import Publisher, _cut, _to_replace
+from fanout.run.publisher import Publisher, _cut, _doubles, _to_replace
 from fanout.runtime import Runtime
 from fanout.store.memory import MemoryStore
 from fanout.view.cache import HostCache
@@ -47,6 +47,13 @@ def test_what_a_new_object_replaces(objects: list[IndexObject], replaced: int) -
     assert len(_to_replace(objects, TREE)) == replaced
 
 
+def test_what_others_hold_is_double() -> None:
+    one, two, three = holding(LARGE, 5), holding(SMALL, 5, 1), holding(SMALL, 3)
+    assert _doubles([one, two, three]) == [three]
+    assert _doubles([two, one, three]) == [one, three]
+    assert _doubles([one]) == []
+
+
 def test_objects_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher, "_OBJECT_BYTES", 2000)
     words = [b"%d\n" % n * 100 for n in range(5)]
@@ -78,7 +85,8 @@ class Clock:
 def watched(tmp_path: Path) -> Iterator[tuple[Watched, Clock]]:
     clock = Clock()
     cache = HostCache(tmp_path, 1 << 30)
-    yield Watched(Scans(cache), Runtime(monotonic=lambda: clock.now_s), lambda: None), clock
+    runtime = Runtime(monotonic=lambda: clock.now_s, uniform=lambda low, high: low)
+    yield Watched(Scans(cache), runtime, lambda: None), clock
     cache.close()
 
 
