@@ -10,7 +10,7 @@ import pytest
 
 from fanout.config import Tuning
 from fanout.disk.disk import Disk
-from fanout.format.index import BINARY, TEXT
+from fanout.format.index import BINARY, RULES, TEXT
 from fanout.store.memory import MemoryStore
 from fanout.view.cache import HostCache
 from fanout.view.own_words import OwnWords
@@ -139,3 +139,18 @@ def test_a_page_without_files_of_a_kind_needs_no_words(tmp_path: Path) -> None:
     assert host.words() == (0, 1, set())
     host.cache.close()
     disk.close()
+
+
+@pytest.mark.parametrize(
+    ("binary", "words"),
+    [
+        (False, [b"A_b9", b"\xc3\xa9t\xc3\xa9", b"abc", b"one", b"x\xff\xfe"]),
+        (True, [b"A_b9", b"abc", b"one"]),
+    ],
+)
+def test_what_a_word_is(tmp_path: Path, binary: bool, words: list[bytes]) -> None:
+    """Hosts believe each other's words: if this has to be changed, format.index.RULES has to be, too."""
+    (tmp_path / "data").write_bytes(b"one-ab abc\r\n\tA_b9.\xc3\xa9t\xc3\xa9\0x\xff\xfe;abc\n" + b" \n" * 50)
+    assert RULES == 1
+    assert write_words(str(tmp_path), binary)
+    assert (tmp_path / "words").read_bytes().splitlines() == sorted(words)
