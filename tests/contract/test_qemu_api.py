@@ -28,8 +28,7 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="module")
 async def fo(anyio_backend: str, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fanout]:
-    cache = with_image(tmp_path_factory.mktemp("qemu") / "cache")
-    async with connected(MemoryStore(), cache, engine="qemu", qemu_memory_mib=256) as fo:
+    async with connected(MemoryStore(), tmp_path_factory.mktemp("cache"), engine="qemu") as fo:
         yield fo
 
 
