@@ -26,7 +26,7 @@ from fanout.format.extents import hole, size_of, splice
 from fanout.format.tree import FILE, Node
 from fanout.local import LocalFanout
 from fanout.local_disk import LocalDisk
-from fanout.run import rule_out
+from fanout.run import publisher, rule_out
 from fanout.store.memory import MemoryStore
 from fanout.view import bases, parts, words
 from tests.support.ripgrep import Said, decoded, flags, ripgrep
@@ -143,11 +143,15 @@ def tiny_patches(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rule_out, "_MIN_PARTS", 1)
     monkeypatch.setattr(rule_out, "_MAX_SHARE", 1.0)
     monkeypatch.setattr(rule_out, "_WORTH_BYTES", 0)
+    for module in (parts, publisher):
+        monkeypatch.setattr(module, "LEAST_BYTES", 1)
+    for name in ("_PAUSE_S", "_REST_S", "_SPREAD_S"):
+        monkeypatch.setattr(publisher, name, 0.0)
 
 
 @contextlib.contextmanager
-def connection(top: Path, store: MemoryStore) -> Iterator[Any]:
-    inner = LocalFanout(Settings(cache_dir=top / "cache", tuning=TUNING, store="memory://"), store=store)
+def connection(top: Path, store: MemoryStore, cache: str = "cache") -> Iterator[Any]:
+    inner = LocalFanout(Settings(cache_dir=top / cache, tuning=TUNING, store="memory://"), store=store)
     with fanout.sync.Fanout(inner) as fo:
         yield fo
 
@@ -242,6 +246,14 @@ def index(top: Path) -> None:
         words.write_words(str(data.parent), data.parent.parent.name.endswith("binary"))
 
 
+def publish(disk: Any) -> None:
+    """Wait until the words of what was searched are in the store."""
+    searcher = disk._inner._searcher
+    assert searcher is not None
+    assert searcher.publisher is not None
+    searcher.publisher.settle()
+
+
 def play(first: list[bytes], history: list[Any]) -> None:
     top = Path(tempfile.mkdtemp(prefix="fanout-grep-"))
     try:
@@ -277,6 +289,11 @@ def play(first: list[bytes], history: list[Any]) -> None:
                 if number != 1:
                     index(top)
                     compare(disk, copy, syntax, pattern, given)
+                    publish(disk)
+                    with connection(top, store, f"cold{number}") as other:  # it has nothing but what was published
+                        there = other.disks.get(f"d@{disk.branch_name}")
+                        compare(there, copy, syntax, pattern, given)
+                        compare(there, copy, syntax, pattern, given)
     except FanoutError as error:
         raise AssertionError(repr(error)) from error
     finally:
