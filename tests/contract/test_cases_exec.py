@@ -222,7 +222,7 @@ def zombies() -> set[str]:
 
 async def test_case_10_exit_codes_while_orphans_die(fo: Fanout) -> None:
     before = zombies()
-    count = 20 if in_vms(fo) else 200
+    count = 12 if in_vms(fo) else 200
     runs = await fo.map("for i in 1 2 3; do (sleep 0.0$i &); done; exit 3 # {}", range(count))
     assert [run.exit_code for run in runs] == [3] * count
     assert zombies() <= before
@@ -333,7 +333,7 @@ async def many(engine: str, cache_dir: Path, count: int, cap: int) -> None:
 
 
 async def test_case_12_a_queue(engine: str, tmp_path: Path) -> None:
-    count, cap = (18, 3) if engine == "qemu" else (150, 12)
+    count, cap = (12, 3) if engine == "qemu" else (150, 12)
     await many(engine, tmp_path, count, cap)
 
 

@@ -34,7 +34,7 @@ async def connected(
     given = {"engine": "bubblewrap", **settings}
     if given["engine"] == "qemu":
         with_image(cache_dir)
-        given.setdefault("qemu_memory_mib", 256)
+        given = {"qemu_memory_mib": 256, "qemu_pool": 1, **given}
     loaded = Settings.load({}, store="memory://", cache_dir=cache_dir, author="tester", **given)
     async with LocalFanout(loaded, store=store, runtime=runtime) as fo:
         yield fo
