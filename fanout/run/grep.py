@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Literal
 
 import anyio
@@ -409,10 +410,12 @@ class _Search:
             search.kill()
         for (_, scan), hits in zip(scans, found, strict=True):
             self._collector.add_binary(hits.binary)
-            self._collector.add(
-                read_lines(scan, hits.lines.items(), self._query) if hits.lines else self._counted(scan, hits)
-            )
+            lines = read_lines(scan, hits.lines.items(), self._query) if hits.lines else self._counted(scan, hits)
+            self._collector.add(takewhile(self._goes_on, lines))
         return over
+
+    def _goes_on(self, _: object) -> bool:
+        return not self._stopped.is_set()
 
     def _is_live(self, part: Part, scan: Scan, row: int, path: bytes) -> bool:
         """Whether the tree still has this row, and it was asked for."""

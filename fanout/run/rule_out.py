@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence, Set
+from concurrent.futures import ThreadPoolExecutor
 
 from fanout.run.grep_query import Query
 from fanout.run.needs import word_expressions
@@ -42,23 +43,33 @@ def rule_out(parts: Sequence[Part], query: Query, scans: Scans, found: Program, 
                 path = f"{scans.directory(part.identity)}/{NAME}"
                 if _has_words(path):
                     files[path] = part
-    for lists, files in asked.values():
-        for expressions in lists:
-            if len(files) < _MIN_PARTS:
-                break
-            matching = lines_that_match(
-                found, expressions, ignore_case=query.ignore_case, files=list(files), threads=threads, most=_MAX_WORDS
-            )
-            if matching is None:
-                break
-            for path, part in files.items():
-                _mark(part, os.path.dirname(path), matching.get(path, ()))
-            files = {path: part for path, part in files.items() if not part.ruled_out}
-            if _left(files.values()) < _WORTH_BYTES * len(files):
-                break
-        for part in files.values():
-            if part.ranges is not None and size_of(part.ranges) > _MAX_SHARE * part.size:
-                part.ranges = None
+    worth = [each for each in asked.values() if each[0] and len(each[1]) >= _MIN_PARTS]
+    if len(worth) < 2:
+        for lists, files in worth:
+            _ask(lists, files, query, found, threads)
+        return
+    with ThreadPoolExecutor(len(worth), "fanout-words") as pool:
+        for done in [pool.submit(_ask, lists, files, query, found, threads) for lists, files in worth]:
+            done.result()
+
+
+def _ask(lists: Sequence[list[str]], files: Mapping[str, Part], query: Query, found: Program, threads: int) -> None:
+    """Mark the parts of some files of words by what these say."""
+    left = dict(files)
+    for expressions in lists:
+        matching = lines_that_match(
+            found, expressions, ignore_case=query.ignore_case, files=list(left), threads=threads, most=_MAX_WORDS
+        )
+        if matching is None:
+            break
+        for path, part in left.items():
+            _mark(part, os.path.dirname(path), matching.get(path, ()))
+        left = {path: part for path, part in left.items() if not part.ruled_out}
+        if len(left) < _MIN_PARTS or _left(left.values()) < _WORTH_BYTES * len(left):
+            break
+    for part in left.values():
+        if part.ranges is not None and size_of(part.ranges) > _MAX_SHARE * part.size:
+            part.ranges = None
 
 
 def matching_words(query: Query, found: Program, threads: int) -> Matching | None:

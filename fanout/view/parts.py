@@ -16,6 +16,7 @@ from typing import Literal
 
 from fanout.disk.data import Reader
 from fanout.disk.state import State
+from fanout.errors import Corrupt
 from fanout.format.tree import FILE, Node, PageRef, content_hash, subtree_end
 from fanout.view.bases import Base, Kind, Rested, rest
 from fanout.view.blocks import Range
@@ -191,7 +192,7 @@ class _Arrangement:
                 parts += self._parts_of(identity, page, ends[place], files)
         self.known.bases.use(self._bases)
         self._add_changes()
-        return [*self._patches(), *_joined(parts)]
+        return [*self._sound_patches(), *_joined(parts)]
 
     # -- pages -------------------------------------------------------------------------------------------------
 
@@ -350,6 +351,17 @@ class _Arrangement:
         self._patched.update(item for item in changed if self._wanted.binary or not is_binary(item[1]))
 
     # -- patches -----------------------------------------------------------------------------------------------
+
+    def _sound_patches(self) -> list[Part]:
+        """Return patches; of what is wanted alone, where more than that is damaged."""
+        try:
+            return self._patches()
+        except Corrupt:
+            wanted = {path: node for path, node in self._patched.items() if self._wanted.takes(path, node)}
+            if len(wanted) == len(self._patched):
+                raise
+            self._patched = wanted
+            return self._patches()
 
     def _patches(self) -> list[Part]:
         """Return parts that hold exactly what is to be patched, from patches that are there and new ones."""

@@ -331,9 +331,11 @@ async def test_evicted_scan_files_are_built_again(tmp_path: Path) -> None:
             assert not os.listdir(tmp_path / "c" / "scan")
 
 
-async def test_damage_is_an_error_only_where_it_matters(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fold_entries", [1, 1000])
+async def test_damage_is_an_error_only_where_it_matters(tmp_path: Path, fold_entries: int) -> None:
+    """Whether a file is of a page or only in the log."""
     store = MemoryStore()
-    tuning = Tuning(inline_bytes=0, page_entries=2, fold_entries=1)
+    tuning = Tuning(inline_bytes=0, page_entries=2, fold_entries=fold_entries)
     async with connected(store, tmp_path / "c", tuning=tuning) as fo:
         disk = await fo.disks.create("ws")
         for name in ("a/1", "a/2", "b/1", "b/2"):

@@ -210,9 +210,15 @@ def test_a_conflict_says_what_to_do(start: Start, ws: str, here: Here) -> None:
     assert here("cat", "ws@side", "f") == b"mine\n"
 
 
-def test_locks_are_shown_and_broken(start: Start, ws: str, here: Here) -> None:
+def test_locks_are_shown_and_broken(
+    start: Start, ws: str, here: Here, environ: dict[str, str], tmp_path: Path
+) -> None:
     """A held checkout keeps others off its path; broken, its holder's commit fails."""
-    holder = start("exec", "-d", ws, "--checkout", "src", "echo ready; sleep 4; echo 1 > src")
+    signs = tmp_path / "signs"
+    signs.mkdir()
+    environ["FANOUT_HOST_PATHS"] = str(signs)
+    script = f"echo ready; until [ -e {signs}/go ]; do sleep 0.1; done; echo 1 > src"
+    holder = start("exec", "-d", ws, "--checkout", "src", script)
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"ready\n"
     (held,) = json.loads(here("locks", ws, "--json"))
@@ -222,6 +228,7 @@ def test_locks_are_shown_and_broken(start: Start, ws: str, here: Here) -> None:
     _, stderr = waiter.communicate(timeout=PATIENCE_S)
     assert waiter.returncode == 75, stderr
     assert here("locks", ws, "--break", held["id"]) == b""
+    (signs / "go").touch()
     _, stderr = holder.communicate(timeout=PATIENCE_S)
     assert holder.returncode == 75, stderr
     assert stderr.startswith(b"fanout: ")
