@@ -210,9 +210,7 @@ def test_a_conflict_says_what_to_do(start: Start, ws: str, here: Here) -> None:
     assert here("cat", "ws@side", "f") == b"mine\n"
 
 
-def test_locks_are_shown_and_broken(
-    start: Start, ws: str, here: Here, environ: dict[str, str], tmp_path: Path
-) -> None:
+def test_locks_are_shown_and_broken(start: Start, ws: str, here: Here, environ: dict[str, str], tmp_path: Path) -> None:
     """A held checkout keeps others off its path; broken, its holder's commit fails."""
     signs = tmp_path / "signs"
     signs.mkdir()
