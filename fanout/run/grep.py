@@ -410,8 +410,8 @@ class _Search:
             search.kill()
         for (_, scan), hits in zip(scans, found, strict=True):
             self._collector.add_binary(hits.binary)
-            lines = read_lines(scan, hits.lines.items(), self._query) if hits.lines else self._counted(scan, hits)
-            self._collector.add(takewhile(self._goes_on, lines))
+            read = read_lines(scan, hits.lines.items(), self._query) if hits.lines else self._counted(scan, hits)
+            self._collector.add(takewhile(self._goes_on, read))
         return over
 
     def _goes_on(self, _: object) -> bool:
