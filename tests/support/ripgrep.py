@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from fanout.run.ripgrep import program
 
-__all__ = ["Counted", "Line", "Refused", "Said", "count", "decoded", "flags", "lines_of", "ripgrep"]
+__all__ = ["Counted", "GaveUp", "Line", "Refused", "Said", "count", "decoded", "flags", "lines_of", "ripgrep"]
 
 _OPTIONS = ("--no-config", "--no-ignore", "--hidden", "--text", "--color=never", "--with-filename", "--null", "-j2")
 #: How many bytes of names one run is given: the arguments of a program are bounded.
@@ -41,6 +41,10 @@ class Counted(NamedTuple):
 
 class Refused(Exception):
     """ripgrep does not take a pattern."""
+
+
+class GaveUp(Exception):
+    """PCRE2 met a limit of its own on some line: there is no answer to compare with."""
 
 
 def decoded(data: bytes) -> bytes:
@@ -132,6 +136,8 @@ def _run(top: Path, pattern: str, options: Sequence[str], names: Sequence[str]) 
     words = [program().path, *_OPTIONS, *options, "-e", pattern, "--", *names]
     done = subprocess.run(words, cwd=top, capture_output=True, check=False)
     message = done.stderr.decode(errors="replace")
+    if "match limit exceeded" in message:
+        raise GaveUp(message)
     if done.returncode == 2 and not done.stdout and "No such file" not in message:
         raise Refused(message)
     assert done.returncode in (0, 1), message
