@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,7 +19,8 @@ from fanout.config import Tuning
 from fanout.errors import Corrupt, FanoutError, Invalid, NotFound, Unavailable
 from fanout.format import layout
 from fanout.local_disk import LocalDisk
-from fanout.run import indexer, ripgrep, rule_out
+from fanout.run import grep, indexer, ripgrep, rule_out
+from fanout.run.grep_lines import Found
 from fanout.store.memory import MemoryStore
 from tests.support.connections import connected
 from tests.support.every_request import EveryRequest
@@ -243,6 +246,19 @@ async def test_a_catastrophic_pattern_ends_in_time(disk: Disk) -> None:
     found = await disk.grep(r"^(a|aa)+$", syntax="pcre2", max_duration_s=0.5)
     assert found.stopped_reason == "deadline"
     assert anyio.current_time() - began < 20
+
+
+async def test_reading_what_was_found_ends_in_time_too(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines are read after ripgrep found them: here there are more than can ever be."""
+    await disk.put_object("f", b"needle\n")
+
+    def endless(*_: object) -> Iterator[Found]:
+        for number in itertools.count(1):
+            yield Found(b"f", number, fanout.GrepMatch.model_construct(file="f", line=number, text="needle"))
+            time.sleep(0.01)  # so that they fit into memory
+
+    monkeypatch.setattr(grep, "read_lines", endless)
+    assert (await disk.grep("needle", max_duration_s=1.0)).stopped_reason == "deadline"
 
 
 async def test_a_caller_that_goes_away_ends_its_search(disk: Disk) -> None:
