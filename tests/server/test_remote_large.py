@@ -108,7 +108,7 @@ async def test_a_quiet_command_outlives_a_proxy_that_cuts_what_is_silent(
                     else:
                         run = await fo.exec("sleep 2.5; echo x >> f", disks={"w": disk})
                     assert run.ok
-                    assert run.timing.execute_ms > 2500
+                    assert run.timing.execute_ms > 2 * 1000 * cable.idle_s
                     assert cable.connections <= connections + 1, "it was cut, and sent again"
                     assert await disk.get_object("f") == b"x\n"
             server.should_exit = True

@@ -210,13 +210,9 @@ def test_a_conflict_says_what_to_do(start: Start, ws: str, here: Here) -> None:
     assert here("cat", "ws@side", "f") == b"mine\n"
 
 
-def test_locks_are_shown_and_broken(start: Start, ws: str, here: Here, environ: dict[str, str], tmp_path: Path) -> None:
+def test_locks_are_shown_and_broken(start: Start, ws: str, here: Here) -> None:
     """A held checkout keeps others off its path; broken, its holder's commit fails."""
-    signs = tmp_path / "signs"
-    signs.mkdir()
-    environ["FANOUT_HOST_PATHS"] = str(signs)
-    script = f"echo ready; until [ -e {signs}/go ]; do sleep 0.1; done; echo 1 > src"
-    holder = start("exec", "-d", ws, "--checkout", "src", script)
+    holder = start("exec", "-d", ws, "--checkout", "src", "echo ready; sleep 12; echo 1 > src")
     assert holder.stdout is not None
     assert holder.stdout.readline() == b"ready\n"
     (held,) = json.loads(here("locks", ws, "--json"))
@@ -226,7 +222,6 @@ def test_locks_are_shown_and_broken(start: Start, ws: str, here: Here, environ: 
     _, stderr = waiter.communicate(timeout=PATIENCE_S)
     assert waiter.returncode == 75, stderr
     assert here("locks", ws, "--break", held["id"]) == b""
-    (signs / "go").touch()
     _, stderr = holder.communicate(timeout=PATIENCE_S)
     assert holder.returncode == 75, stderr
     assert stderr.startswith(b"fanout: ")
