@@ -61,7 +61,7 @@ SEARCHES = [
     Asked(r"def (get|set)_[a-z]+_state\("), Asked(r"def \w+_cache\("), Asked(r"\d{4}-\d\d-\d\d"), Asked(r"[A-Z]{9,}_X"),
     Asked(r"class\s+\w+(Error|Exception)\b.*:$"), Asked(r"(?:foo|ba[rz])_\w+"), Asked("[[:xdigit:]]{40}"),
     Asked(r"utf[-_]?8"), Asked("colou?r"), Asked("(?i:kelvin)s?"), Asked("(?:un)?register(?:ed|s)?_all"),
-    Asked(r"\x69mportlib"), Asked(r"import\x6cib"), Asked("a{3}"), Asked("(?:ab){2,}"), Asked("(?x) import  lib # c"),
+    Asked(r"\x69mportlib"), Asked(r"import\x6cib"), Asked("a{3}"), Asked("(?:ab){2,}"), Asked("(?x) import  lib"),
     # Case: letters that others become, and that are not ASCII.
     Asked("KELVIN", _CASE), Asked("task", _CASE), Asked("(?i)STRASSE|straße"), Asked("homogeneous", _CASE | _WORD),
     Asked("σ", _CASE), Asked("makes?_tasks?", _CASE),
