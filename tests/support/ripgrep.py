@@ -20,6 +20,8 @@ __all__ = ["Counted", "GaveUp", "Line", "Refused", "Said", "count", "decoded", "
 _OPTIONS = ("--no-config", "--no-ignore", "--hidden", "--text", "--color=never", "--with-filename", "--null", "-j2")
 #: How many bytes of names one run is given: the arguments of a program are bounded.
 _NAMES_BYTES = 500_000
+#: Some patterns take a time that grows with the square of a line's length, and lines can have millions of bytes.
+_LONGEST_S = 120.0
 
 Line = tuple[bytes, int, bytes]
 
@@ -44,7 +46,7 @@ class Refused(Exception):
 
 
 class GaveUp(Exception):
-    """PCRE2 met a limit of its own on some line: there is no answer to compare with."""
+    """PCRE2 met a limit of its own on some line, or it took too long: there is no answer to compare with."""
 
 
 def decoded(data: bytes) -> bytes:
@@ -134,7 +136,10 @@ def _lines(said: bytes) -> Iterator[Line]:
 
 def _run(top: Path, pattern: str, options: Sequence[str], names: Sequence[str]) -> bytes:
     words = [program().path, *_OPTIONS, *options, "-e", pattern, "--", *names]
-    done = subprocess.run(words, cwd=top, capture_output=True, check=False)
+    try:
+        done = subprocess.run(words, cwd=top, capture_output=True, check=False, timeout=_LONGEST_S)
+    except subprocess.TimeoutExpired as error:
+        raise GaveUp(f"{pattern!r} takes ripgrep longer than {_LONGEST_S:g} s") from error
     message = done.stderr.decode(errors="replace")
     if "match limit exceeded" in message:
         raise GaveUp(message)
